@@ -1,0 +1,138 @@
+"""From the cells of one Arrow column to float64 numbers or category texts; the only place where cells are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalarlens.errors import DataError
+
+#: integers beyond this have no exact float64
+EXACT_INTEGER = float(2**53)
+
+
+class BadCell(DataError):
+    """A cell that cannot be read as what its column promises; `row` counts from 0 within the array given."""
+
+    def __init__(self, column: str, problem: str, row: int, count: int = 1) -> None:
+        self.column, self.problem, self.row, self.count = column, problem, row, count
+        super().__init__(f"column {column!r}: {problem} at row {row}" + (f" and {count - 1} more" * (count > 1)))
+
+
+def numbers(cells: pa.Array, column: str, missing: Sequence[str | float] = ()) -> np.ndarray:
+    """float64 `[rows]`, NaN = missing. Infinite values pass; the caller decides on them.
+
+    >>> numbers(pa.array(["1.5", "", "?"]), "price", missing=["?"]).tolist()
+    [1.5, nan, nan]
+    """
+    cells = plain(cells)
+    kind = cells.type
+    if pa.types.is_null(kind):
+        return np.full(len(cells), np.nan)
+    if pa.types.is_string(kind):
+        markers = [marker for marker in missing if isinstance(marker, str)]
+        values = _parse(_nullify(pc.utf8_trim_whitespace(cells), markers), column)
+    elif _is_number(kind) or pa.types.is_boolean(kind):
+        values = cells.cast(pa.int8() if pa.types.is_boolean(kind) else kind).cast(pa.float64(), safe=False)
+    else:
+        raise DataError(f"column {column!r} holds {kind}, which is not a number; convert it or leave it out")
+    array = values.to_numpy(zero_copy_only=False).astype(np.float64, copy=True)
+    for marker in missing:
+        if isinstance(marker, int | float):
+            array[array == marker] = np.nan
+    return array
+
+
+def texts(cells: pa.Array, column: str, missing: Sequence[str] = ()) -> pa.Array:
+    """string `[rows]`, null = missing. A whole number reads the same whether it came as 7, 7.0 or "7".
+
+    >>> texts(pa.array([7.0, None, 2.5]), "code").to_pylist()
+    ['7', None, '2.5']
+    """
+    cells = plain(cells)
+    kind = cells.type
+    if pa.types.is_null(kind):
+        return pa.nulls(len(cells), pa.string())
+    if pa.types.is_floating(kind):
+        return _nullify(_float_texts(cells.cast(pa.float64())), missing)
+    try:
+        return _nullify(cells.cast(pa.string()), missing)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"column {column!r} holds text that is not UTF-8") from error
+    except pa.ArrowNotImplementedError as error:
+        raise DataError(f"column {column!r} holds {kind}, which is not one category per row") from error
+
+
+def plain(cells: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One contiguous array without dictionaries, extension types or large and view strings."""
+    if isinstance(cells, pa.ChunkedArray):
+        cells = cells.combine_chunks()
+    if isinstance(cells.type, pa.BaseExtensionType):
+        cells = cells.storage
+    if pa.types.is_dictionary(cells.type):
+        cells = cells.cast(cells.type.value_type)
+    if pa.types.is_large_string(cells.type) or pa.types.is_string_view(cells.type):
+        cells = cells.cast(pa.string())
+    return cells
+
+
+def from_objects(values: Sequence[Any], column: str) -> pa.Array:
+    """An Arrow array of Python objects, of mixed kinds if need be: numbers and texts meet as texts."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        pass
+    try:
+        return pa.array([_text_of(value, column) for value in values], pa.string())
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise DataError(f"column {column!r} holds a value that is neither a number nor a text: {error}") from error
+
+
+def _text_of(value: Any, column: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    text: str | None = texts(pa.array([value]), column)[0].as_py()
+    return text
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
+def _nullify(cells: pa.Array, markers: Sequence[str]) -> pa.Array:
+    absent = pc.is_in(cells, value_set=pa.array(["", *markers], cells.type))
+    return pc.if_else(absent, pa.scalar(None, cells.type), cells)
+
+
+def _parse(cells: pa.Array, column: str) -> pa.Array:
+    try:
+        return cells.cast(pa.float64())
+    except pa.ArrowInvalid:
+        pass
+    bad = [row for row, cell in enumerate(cells.to_pylist()) if cell is not None and not is_number(cell)]
+    shown = cells[bad[0]].as_py()
+    raise BadCell(column, f"{shown[:60]!r} is not a number", bad[0], len(bad))
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is read as a number, by the same parser that reads columns."""
+    try:
+        pa.array([text]).cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _float_texts(cells: pa.Array) -> pa.Array:
+    values = cells.to_numpy(zero_copy_only=False)
+    with np.errstate(invalid="ignore"):
+        whole = np.isfinite(values) & (values == np.round(values)) & (np.abs(values) < EXACT_INTEGER)
+    as_integers = pa.array(np.where(whole, values, 0).astype(np.int64)).cast(pa.string())
+    texts_ = pc.if_else(pa.array(whole), as_integers, cells.cast(pa.string()))
+    return pc.if_else(pa.array(np.isnan(values)), pa.scalar(None, pa.string()), texts_)
