@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalarlens.backbones.base import Backbone
-from scalarlens.encoders.base import TABLE_STD, NumericalEncoder
-from scalarlens.table.statistics import Vocabulary
+from scalarlens import backbones, encoders
+from scalarlens.backbones import Backbone, Tower
+from scalarlens.encoders import NumericalEncoder
+from scalarlens.encoders.base import TABLE_STD
+from scalarlens.registry import bind_options
+from scalarlens.table.batches import Batch
+from scalarlens.table.statistics import TrainingStatistics, Vocabulary
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that decides the shape and the start of a model, besides the statistics and the seed."""
+
+    encoder: str
+    backbone: str
+    embedding_dim: int
+    tower: Tower
+    category_std: float
+    encoder_options: dict[str, Any] = field(default_factory=dict)
+    backbone_options: dict[str, Any] = field(default_factory=dict)
+
+    def resolved(self) -> ModelSpec:
+        """The same with every option checked against its signature and every default filled in."""
+        encoder = encoders.encoders.get(self.encoder)
+        backbone = backbones.backbones.get(self.backbone)
+        return ModelSpec(
+            **{
+                **vars(self),
+                "encoder_options": bind_options("encoder", self.encoder, encoder, self.encoder_options),
+                "backbone_options": bind_options("backbone", self.backbone, backbone, self.backbone_options),
+            }
+        )
+
+    def to_tables(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_tables(cls, tables: dict[str, Any]) -> ModelSpec:
+        tower = tables["tower"]
+        return cls(**{**tables, "tower": Tower(**{**tower, "hidden": tuple(tower["hidden"])})})
 
 
 class CategoryTable(nn.Module):
@@ -63,6 +103,18 @@ class CtrModel(nn.Module):
         self.backbone = backbone
         self.category_weights = CategoryTable(vocabulary_sizes, 1, TABLE_STD) if backbone.first_order else None
 
+    @classmethod
+    def build(cls, spec: ModelSpec, statistics: TrainingStatistics) -> CtrModel:
+        """The model that a specification names; `statistics` in the scale that the encoder will see."""
+        n_categories = len(statistics.vocabularies)
+        encoder = encoders.build(
+            spec.encoder, statistics, n_categories, spec.embedding_dim, **spec.encoder_options
+        )
+        backbone = backbones.build(
+            spec.backbone, encoder.n_values, n_categories, spec.embedding_dim, spec.tower, **spec.backbone_options
+        )
+        return cls(encoder, backbone, statistics.vocabulary_sizes, spec.category_std)
+
     def forward(self, values: Tensor, category_ids: Tensor) -> Tensor:
         category_tokens = self.categories(category_ids)
         value_tokens = self.encoder(values, category_tokens)
@@ -72,3 +124,12 @@ class CtrModel(nn.Module):
             weights = self.category_weights(category_ids).squeeze(-1)
             logits = self.backbone(value_tokens, category_tokens, weights)
         return logits
+
+    @torch.no_grad()
+    def score(self, batches: Iterable[Batch]) -> np.ndarray:
+        """Logits of every row in evaluation mode, `[rows]`; the one way in which anything here is scored."""
+        was_training = self.training
+        self.eval()
+        logits = [self(batch.values, batch.category_ids) for batch in batches]
+        self.train(was_training)
+        return torch.cat(logits).float().cpu().numpy() if logits else np.empty(0, dtype=np.float32)

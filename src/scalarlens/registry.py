@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -84,4 +85,32 @@ def bind_options(kind: str, name: str, part: Callable[..., Any], options: Mappin
     for option in options:
         if option not in known:
             raise unknown_name(f"option of {kind} {name!r}", option, known)
-    return {**known, **options}
+    checked = {option: fit_option(f"{kind}.{option}", known[option], value) for option, value in options.items()}
+    return {**known, **checked}
+
+
+def fit_option(name: str, default: Any, value: Any) -> Any:
+    """The value in the type of its default; whole numbers count something and start at 1.
+
+    >>> fit_option("recipe.learning_rate", 1e-3, 1)
+    1.0
+    >>> fit_option("encoder.rank", 16, 0)
+    Traceback (most recent call last):
+    ...
+    scalarlens.errors.UsageError: encoder.rank must be a whole number from 1; got 0
+    """
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        fits, wanted = isinstance(value, int) and not isinstance(value, bool) and value >= 1, "a whole number from 1"
+    elif isinstance(default, float):
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        wanted, value = "a finite number", float(value) if fits else value
+    elif isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and all(isinstance(v, int) and v >= 1 for v in value)
+        wanted, value = "a list of whole numbers from 1, such as [256,128]", tuple(value) if fits else value
+    else:
+        fits, wanted = isinstance(value, type(default)), "text"
+    if not fits:
+        raise UsageError(f"{name} must be {wanted}; got {value!r}")
+    return value

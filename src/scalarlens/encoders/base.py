@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from scalarlens.registry import Registry, bind_options
 from scalarlens.table.statistics import TrainingStatistics
 
-Context = Literal["none", "categorical", "all"]
+Context = Literal["none", "categorical", "numerical", "all"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalarlens.encoders.base import lookup_table
-from scalarlens.errors import unknown_name
+from scalarlens.errors import UsageError, unknown_name
 from scalarlens.table.statistics import QUANTILE_LEVELS, TrainingStatistics
 
 MeshStart = Literal["quantile", "uniform", "blend"]
@@ -195,3 +195,16 @@ class PerFieldLinear(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.baddbmm(self.bias.unsqueeze(1), tokens.transpose(0, 1), self.weight).transpose(0, 1)
+
+
+def quantile_edges(statistics: TrainingStatistics, bins: int) -> np.ndarray:
+    """The training quantiles at 0, 1/bins, ..., 1 of every field, `[N, bins + 1]`, equal ones included.
+
+    >>> quantile_edges(TrainingStatistics.from_arrays(np.array([[0.0], [4.0]])), 4).tolist()
+    [[0.0, 1.0, 2.0, 3.0, 4.0]]
+    """
+    if bins < 1:
+        raise UsageError(f"the number of bins must be at least 1; got {bins}")
+    levels, grid_levels = np.arange(bins + 1) / bins, np.arange(QUANTILE_LEVELS + 1) / QUANTILE_LEVELS
+    edges = [np.interp(levels, grid_levels, grid) for grid in statistics.quantiles]
+    return np.array(edges).reshape(statistics.n_values, bins + 1)

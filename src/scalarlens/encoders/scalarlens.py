@@ -105,7 +105,8 @@ class ScalarLens(NumericalEncoder):
         tokens: Tensor = self.mesh(values)
         return tokens
 
-    def normalize(self, tokens: Tensor) -> Tensor:
+    @staticmethod
+    def normalize(tokens: Tensor) -> Tensor:
         """Each token over its root mean square, without an affine map (`eq:rms_token`)."""
         return tokens * torch.rsqrt(tokens.square().mean(-1, keepdim=True) + NORM_EPSILON)
 

@@ -14,6 +14,10 @@ from scalarlens.errors import DataError
 #: integers beyond this have no exact float64
 EXACT_INTEGER = float(2**53)
 
+_LABELS = {"0": 0.0, "0.0": 0.0, "false": 0.0, "1": 1.0, "1.0": 1.0, "true": 1.0}
+#: how every text begins that is a number, and some that are not
+_NUMBER_START = r"(?i)^[+-]?(\d|\.\d|inf|nan)"
+
 
 class BadCell(DataError):
     """A cell that cannot be read as what its column promises; `row` counts from 0 within the array given."""
@@ -67,6 +71,52 @@ def texts(cells: pa.Array, column: str, missing: Sequence[str] = ()) -> pa.Array
         raise DataError(f"column {column!r} holds {kind}, which is not one category per row") from error
 
 
+def labels(cells: pa.Array, column: str) -> np.ndarray:
+    """float32 `[rows]` of 0 and 1, from numbers, booleans or texts such as "1", "0.0" and "true"; none missing.
+
+    >>> labels(pa.array(["1", "0.0", "True"]), "clicked").tolist()
+    [1.0, 0.0, 1.0]
+    """
+    cells = plain(cells)
+    kind = cells.type
+    if pa.types.is_string(kind):
+        folded = pc.utf8_lower(pc.utf8_trim_whitespace(cells))
+        places = pc.index_in(folded, value_set=pa.array(list(_LABELS)))
+        values = pa.array(list(_LABELS.values())).take(places).to_numpy(zero_copy_only=False)
+    elif _is_number(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+        values = numbers(cells, column)
+    else:
+        raise DataError(f"column {column!r} holds {kind}, which is not a label; make it 0 or 1")
+    bad = np.flatnonzero((values != 0) & (values != 1))
+    if len(bad):
+        cell = cells[int(bad[0])].as_py()
+        absent = cell is None or cell != cell or not str(cell).strip()
+        problem = "the label is missing" if absent else f"the label {str(cell)[:60]!r} is neither 0 nor 1"
+        raise BadCell(column, problem, int(bad[0]), len(bad))
+    return values.astype(np.float32)
+
+
+def not_numbers(cells: pa.Array, missing: Sequence[str | float] = ()) -> np.ndarray:
+    """bool `[rows]`: the texts that `numbers` refuses.
+
+    >>> not_numbers(pa.array(["1.5", "", "?", "many"]), missing=["?"]).tolist()
+    [False, False, False, True]
+    """
+    cells = plain(cells)
+    if not pa.types.is_string(cells.type):
+        return np.zeros(len(cells), dtype=bool)
+    markers = [marker for marker in missing if isinstance(marker, str)]
+    cells = _nullify(pc.utf8_trim_whitespace(cells), markers)
+    if _parses(cells):
+        return np.zeros(len(cells), dtype=bool)
+    encoded = cells.dictionary_encode()
+    begins = pc.match_substring_regex(encoded.dictionary, _NUMBER_START).to_numpy(zero_copy_only=False)
+    bad = np.append(~begins, False)
+    likely = np.flatnonzero(begins)
+    bad[likely[_refused(encoded.dictionary.take(pa.array(likely)))]] = True
+    return bad[encoded.indices.fill_null(len(bad) - 1).to_numpy()]
+
+
 def plain(cells: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One contiguous array without dictionaries, extension types or large and view strings."""
     if isinstance(cells, pa.ChunkedArray):
@@ -114,16 +164,24 @@ def _parse(cells: pa.Array, column: str) -> pa.Array:
     try:
         return cells.cast(pa.float64())
     except pa.ArrowInvalid:
-        pass
-    bad = [row for row, cell in enumerate(cells.to_pylist()) if cell is not None and not is_number(cell)]
-    shown = cells[bad[0]].as_py()
-    raise BadCell(column, f"{shown[:60]!r} is not a number", bad[0], len(bad))
+        bad = np.flatnonzero(not_numbers(cells))
+    shown = cells[int(bad[0])].as_py()
+    raise BadCell(column, f"{shown[:60]!r} is not a number", int(bad[0]), len(bad))
 
 
-def is_number(text: str) -> bool:
-    """Whether a text is read as a number, by the same parser that reads columns."""
+def _refused(texts: pa.Array, first: int = 0) -> list[int]:
+    """Places, counted from `first`, of the texts that are not numbers; found by halving."""
+    if _parses(texts):
+        return []
+    if len(texts) == 1:
+        return [first]
+    half = len(texts) // 2
+    return _refused(texts[:half], first) + _refused(texts[half:], first + half)
+
+
+def _parses(texts: pa.Array) -> bool:
     try:
-        pa.array([text]).cast(pa.float64())
+        texts.cast(pa.float64())
     except pa.ArrowInvalid:
         return False
     return True

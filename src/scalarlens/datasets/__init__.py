@@ -1,0 +1,1 @@
+"""Tables from files: readers, the guess of a schema, and the check of a table against one."""

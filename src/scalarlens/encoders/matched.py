@@ -1,0 +1,235 @@
+"""Matched alternatives to ScalarLens: the same coordinate and norm, and a simpler explanation for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalarlens.encoders.base import NumericalEncoder, encoders
+from scalarlens.encoders.blocks import LearnedMesh, MeshStart, PerFieldLinear
+from scalarlens.encoders.scalarlens import Readout, ScalarLens
+from scalarlens.table.statistics import TrainingStatistics
+
+Head = TypeVar("Head", bound=nn.Module)
+
+
+class MatchedAlternative(NumericalEncoder):
+    """ScalarLens's coordinate and norm under a readout without drives, gates and states: `e_i = Readout_i(ē_i)`.
+
+    A subclass says what the readout is. At the same seed the mesh starts as it does in ScalarLens.
+
+    *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
+    """
+
+    promises_coordinate = True
+
+    def __init__(
+        self,
+        statistics: TrainingStatistics,
+        n_categories: int,
+        embedding_dim: int,
+        *,
+        intervals: int = 16,
+        mesh_start: MeshStart = "quantile",
+        width_floor: float = 1e-7,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(statistics, n_categories, embedding_dim)
+        self.mesh = LearnedMesh(
+            statistics,
+            embedding_dim,
+            intervals=intervals,
+            mesh_start=mesh_start,
+            width_floor=width_floor,
+            temperature=temperature,
+        )
+        self.readout = self.build_readout()
+
+    def build_readout(self) -> nn.Module:
+        """The module that `read` hands the normalised coordinate to."""
+        raise NotImplementedError
+
+    def coordinate(self, values: Tensor) -> Tensor:
+        """`e^loc`, `[B, N, d]`, as in ScalarLens."""
+        tokens: Tensor = self.mesh(values)
+        return tokens
+
+    def read(self, normalized: Tensor, category_tokens: Tensor) -> Tensor:
+        """The tokens from normalised coordinates, `[B, N, d]`."""
+        tokens: Tensor = self.readout(normalized)
+        return tokens
+
+    def forward(self, values: Tensor, category_tokens: Tensor) -> Tensor:
+        return self.read(ScalarLens.normalize(self.coordinate(values)), category_tokens)
+
+
+@encoders.register("deer-norm")
+class DeerNorm(MatchedAlternative):
+    """The normalised coordinate times a positive gain, `e_i = γ_i ē_i`: stabilisation and nothing else.
+
+    NOTE[DIFF] The paper does not say whether its DEER+Norm has a gain. With ScalarLens's own, a token can leave the
+    size that the norm gives it.
+
+    *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
+
+    >>> encoder = DeerNorm(TrainingStatistics.from_arrays(np.array([[1.0], [40.0]])), 3, 16)
+    >>> tokens = encoder(torch.tensor([[7.0]]).double(), torch.zeros(1, 3, 16))
+    >>> f"{tokens.square().mean():.2f}"
+    '0.99'
+    """
+
+    context = "none"
+    source = replace(ScalarLens.source, basis="the paper's ablation study; the gain is ours", fidelity=0.6, legitimacy=0.9)
+
+    def build_readout(self) -> nn.Module:
+        return Gain(self.n_values)
+
+
+@encoders.register("local-mlp")
+class LocalMlp(MatchedAlternative):
+    """As many parameters as ScalarLens, all of them local: `e_i = γ_i MLP_i(ē_i)` with one SiLU layer.
+
+    NOTE[DIFF] The paper matches capacity without a rule. The hidden width is the one at which the parameters beyond
+    the mesh come nearest to those of ScalarLens by default at the same shape.
+
+    *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
+
+    >>> encoder = LocalMlp(TrainingStatistics.from_arrays(np.zeros((1, 13))), 26, 16)
+    >>> encoder.readout.hidden.bias.shape
+    torch.Size([13, 111])
+    """
+
+    context = "none"
+    source = replace(
+        ScalarLens.source, basis="the paper's ablation study; the matching rule is ours", fidelity=0.7, legitimacy=0.9
+    )
+
+    def build_readout(self) -> nn.Module:
+        n, c, d = self.n_values, self.n_categories, self.embedding_dim
+        return at_matched_width(lambda width: Readout(n, d, width, d), response_budget(n, c, d))
+
+
+@encoders.register("context-film")
+class ContextFilm(MatchedAlternative):
+    """One affine update per numerical field from the categories: `e_i = γ_i ((1 + Γ_i) ⊙ ē_i + B_i)`.
+
+    NOTE[DIFF] The paper names no rule by which categorical fields are selected and none for the capacity. All of
+    them are read, and the hidden width is found as for `local-mlp`.
+
+    *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
+
+    >>> encoder = ContextFilm(TrainingStatistics.from_arrays(np.zeros((1, 13))), 26, 16)
+    >>> encoder.readout.hidden.bias.shape
+    torch.Size([13, 64])
+    """
+
+    context = "categorical"
+    source = replace(
+        ScalarLens.source,
+        basis="the paper's ablation study, after FiLM; fields, widths and matching rule are ours",
+        fidelity=0.5,
+        legitimacy=0.9,
+    )
+
+    def build_readout(self) -> nn.Module:
+        n, c, d = self.n_values, self.n_categories, self.embedding_dim
+        return at_matched_width(lambda width: ContextModulation(n, c, d, width), response_budget(n, c, d))
+
+    def read(self, normalized: Tensor, category_tokens: Tensor) -> Tensor:
+        context = ScalarLens.normalize(category_tokens.to(normalized.dtype))
+        tokens: Tensor = self.readout(normalized, context)
+        return tokens
+
+
+class Gain(nn.Module):
+    """A positive learned gain per field, `exp(gain_logits)` from 1, as in ScalarLens. *Shape*: `[B, N, d]` -> same."""
+
+    def __init__(self, n_values: int) -> None:
+        super().__init__()
+        self.gain_logits = nn.Parameter(torch.zeros(n_values))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens * self.gain_logits.exp().unsqueeze(-1)
+
+
+#: as wide as the bottleneck through which ScalarLens sends its messages
+CONTEXT_DIM = 16
+
+
+class ContextModulation(nn.Module):
+    """Scale and shift of every numerical token from one summary of the categories, then a gain.
+
+    `c = SiLU(W vec(ē^cat) + b)`, `[Γ_i; B_i] = P_i SiLU(A_i c + a_i) + p_i`. `P` and `p` start at zero, so that the
+    context says nothing at first.
+
+    *Shape*: normalised tokens `[B, N, d]` and categories `[B, C, d]` -> `[B, N, d]`.
+    """
+
+    def __init__(self, n_values: int, n_categories: int, embedding_dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        n_inputs = n_categories * embedding_dim
+        bound = max(n_inputs, 1) ** -0.5
+        self.context_weight = nn.Parameter(torch.empty(n_inputs, CONTEXT_DIM).uniform_(-bound, bound))
+        self.context_bias = nn.Parameter(torch.empty(CONTEXT_DIM).uniform_(-bound, bound))
+        self.hidden = PerFieldLinear(n_values, CONTEXT_DIM, hidden_dim)
+        self.modulation = PerFieldLinear(n_values, hidden_dim, 2 * embedding_dim)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+        self.gain = Gain(n_values)
+
+    def forward(self, normalized: Tensor, category_tokens: Tensor) -> Tensor:
+        context = F.silu(category_tokens.flatten(1) @ self.context_weight + self.context_bias)
+        hidden = F.silu(self.hidden(context.unsqueeze(1).expand(-1, normalized.shape[1], -1)))
+        scale, shift = self.modulation(hidden).chunk(2, dim=-1)
+        tokens: Tensor = self.gain((1 + scale) * normalized + shift)
+        return tokens
+
+
+def scalarlens_budget(n_values: int, n_categories: int, embedding_dim: int) -> int:
+    """How many parameters ScalarLens has by default at this shape; missing tokens, which every encoder has, left out.
+
+    >>> scalarlens_budget(13, 26, 16)
+    51600
+    """
+    encoder = _default_scalarlens(n_values, n_categories, embedding_dim)
+    return count_parameters(encoder) - encoder.mesh.missing.numel()
+
+
+def response_budget(n_values: int, n_categories: int, embedding_dim: int) -> int:
+    """The part of that budget beyond the mesh: what an alternative on the same mesh has to meet.
+
+    >>> response_budget(13, 26, 16)
+    47856
+    """
+    encoder = _default_scalarlens(n_values, n_categories, embedding_dim)
+    return count_parameters(encoder) - count_parameters(encoder.mesh)
+
+
+@cache
+def _default_scalarlens(n_values: int, n_categories: int, embedding_dim: int) -> ScalarLens:
+    statistics = TrainingStatistics.from_arrays(np.zeros((1, n_values)))
+    with torch.device("meta"):  # shapes only: no draw from the generator
+        return ScalarLens(statistics, n_categories, embedding_dim)
+
+
+def at_matched_width(head: Callable[[int], Head], budget: int) -> Head:
+    """The head at the hidden width where its size, linear in the width, comes nearest to the budget.
+
+    >>> at_matched_width(lambda width: nn.Linear(9, width), 42).weight.shape
+    torch.Size([4, 9])
+    """
+    with torch.device("meta"):
+        one, two = (count_parameters(head(width)) for width in (1, 2))
+    unit = max(two - one, 1)  # without numerical fields nothing grows, and any width will do
+    return head(1 + round((budget - one) / unit))
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,76 @@
+"""What a training tells while it runs: a line on a terminal, times in a file, TensorBoard where asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from scalarlens.errors import MissingExtra
+
+TIMINGS_FILE = "timings.jsonl"
+
+
+class Reporter:
+    """Shows rate and ETA of the epoch on a terminal, and is silent elsewhere; keeps seconds per epoch in a file."""
+
+    REFRESH_SECONDS = 0.5
+
+    def __init__(self, quiet: bool, *, folder: Path | None = None, tensorboard: bool = False, title: str = "") -> None:
+        self._line = not quiet and sys.stderr.isatty()
+        self._folder, self._title = folder, title
+        self._writer = _tensorboard(folder / "tensorboard") if tensorboard and folder is not None else None
+        self._began = self._shown = time.monotonic()
+        self._epoch = 0
+        self.seconds = 0.0
+
+    def titled(self, title: str) -> Reporter:
+        """A fresh reporter for another training on the same terminal."""
+        return Reporter(not self._line, title=title)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def progress(self, epoch: int, done: int, rows: int, entry: dict[str, Any] | None) -> None:
+        now = time.monotonic()
+        if epoch != self._epoch:
+            self._epoch, self._began, self._first = epoch, now, done
+        if entry is not None:
+            self._close_epoch(entry, now - self._began, rows)
+        elif self._line and now - self._shown > self.REFRESH_SECONDS:
+            self._shown = now
+            rate = (done - self._first) / max(now - self._began, 1e-9)
+            left = (rows - done) / rate if rate else float("inf")
+            self._show(f"epoch {epoch}: {done:,} of {rows:,} rows, {rate:,.0f} rows/s, {left:.0f} s left in the epoch")
+
+    def _close_epoch(self, entry: dict[str, Any], seconds: float, rows: int) -> None:
+        self.seconds += seconds
+        if self._folder is not None:
+            with (self._folder / TIMINGS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"epoch": entry["epoch"], "seconds": round(seconds, 3), "rows": rows}) + "\n")
+        if self._writer is not None:
+            for name in ("train_loss", "valid_auc", "valid_log_loss", "learning_rate"):
+                self._writer.add_scalar(name, entry[name], entry["epoch"])
+        if self._line:
+            self._show(
+                f"epoch {entry['epoch']}: loss {entry['train_loss']:.5f}, validation AUC {entry['valid_auc']:.5f}, "
+                f"{seconds:.1f} s",
+                end="\n",
+            )
+
+    def _show(self, text: str, end: str = "") -> None:
+        print(f"\r\x1b[K{self._title}{text}", end=end, file=sys.stderr, flush=True)
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MissingExtra("tensorboard", "tensorboard", "--tensorboard") from None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,254 @@
+"""Batch, packed splits that are memory-mapped or live on a device, and a seeded shuffle that can be resumed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scalarlens.errors import DataError
+from scalarlens.storage import sha256_of
+
+
+class Batch(NamedTuple):
+    """Rows as tensors. *Shape*: values `[B, N]` float64 (NaN = missing), category_ids `[B, C]` int64, labels `[B]`."""
+
+    values: Tensor
+    category_ids: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns of one role and one storage type, row by row: a matrix of the narrowest type that holds them exactly."""
+
+    role: str
+    columns: tuple[int, ...]
+    rows: Tensor
+
+
+ROLES = ("values", "category_ids", "labels", "groups")
+#: storage types, narrowest first; the ones that PyTorch can index on every device
+INTEGERS = ("uint8", "int16", "int32", "int64")
+FLOATS = ("float32", "float64")
+
+
+class PackedSplit:
+    """One split: a few row-major matrices, widened to float64 and int64 as batches are taken.
+
+    >>> split = PackedSplit.from_arrays(np.array([[1.5], [np.nan]]), np.array([[2], [0]]), np.array([0, 1]))
+    >>> split.batch(slice(0, 2)).values.tolist()
+    [[1.5], [nan]]
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], n_values: int, n_categories: int, scale: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self.n_values = n_values
+        self.n_categories = n_categories
+        self._scale = scale or (lambda values: values)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        values: np.ndarray,
+        category_ids: np.ndarray,
+        labels: np.ndarray,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> PackedSplit:
+        """A split of arrays in memory, without narrowing."""
+        arrays = {
+            "values": np.asarray(values, np.float64),
+            "category_ids": np.asarray(category_ids, np.int64),
+            "labels": np.asarray(labels, np.uint8)[:, None],
+        }
+        blocks = [Block(role, tuple(range(a.shape[1])), torch.from_numpy(a.copy())) for role, a in arrays.items()]
+        return cls(blocks, arrays["values"].shape[1], arrays["category_ids"].shape[1], scale)
+
+    @property
+    def rows(self) -> int:
+        return len(self._only("labels"))
+
+    @property
+    def device(self) -> torch.device:
+        return self._only("labels").device
+
+    @property
+    def labels(self) -> Tensor:
+        """All labels, `[rows]` uint8."""
+        return self._only("labels")[:, 0]
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Group codes, `[rows]`, where the schema names a group."""
+        return next((block.rows[:, 0] for block in self.blocks if block.role == "groups"), None)
+
+    def _only(self, role: str) -> Tensor:
+        return next(block.rows for block in self.blocks if block.role == role)
+
+    def to(self, device: torch.device | str) -> PackedSplit:
+        """The same split on another device."""
+        blocks = [Block(block.role, block.columns, block.rows.to(device)) for block in self.blocks]
+        return PackedSplit(blocks, self.n_values, self.n_categories, self._scale)
+
+    def batch(self, index: slice | Tensor) -> Batch:
+        """The rows at `index`, in that order, without synchronising with the device."""
+        n = index.stop - index.start if isinstance(index, slice) else len(index)
+        values = torch.empty(n, self.n_values, dtype=torch.float64, device=self.device)
+        category_ids = torch.empty(n, self.n_categories, dtype=torch.int64, device=self.device)
+        for block in self.blocks:
+            if block.role == "values":
+                _scatter(values, block, index)
+            elif block.role == "category_ids":
+                _scatter(category_ids, block, index)
+        labels = _take(self._only("labels"), index)[:, 0].to(torch.float32)
+        return Batch(self._scale(values), category_ids, labels)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """All rows in their own order."""
+        for start in range(0, self.rows, batch_size):
+            yield self.batch(slice(start, min(start + batch_size, self.rows)))
+
+
+def _take(rows: Tensor, index: slice | Tensor) -> Tensor:
+    return rows[index] if isinstance(index, slice) else rows.index_select(0, index)
+
+
+def _scatter(target: Tensor, block: Block, index: slice | Tensor) -> None:
+    rows = _take(block.rows, index)
+    first, last = block.columns[0], block.columns[-1]
+    if last - first + 1 == len(block.columns):
+        target[:, first : last + 1] = rows
+        return
+    for position, column in enumerate(block.columns):
+        target[:, column] = rows[:, position]
+
+
+class Shuffle:
+    """The order of training rows: a pure function of (seed, epoch), at a position that can be saved and restored.
+
+    >>> shuffle = Shuffle(rows=5, batch_size=2, seed=7)
+    >>> first = [index.tolist() for index in shuffle.epoch_batches()]
+    >>> again = Shuffle(rows=5, batch_size=2, seed=7)
+    >>> again.restore({"epoch": 0, "batch": 1})
+    >>> [index.tolist() for index in again.epoch_batches()] == first[1:]
+    True
+    """
+
+    def __init__(self, rows: int, batch_size: int, seed: int, device: torch.device | str = "cpu") -> None:
+        if rows < 1:
+            raise DataError("training needs at least one row; the split has none")
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.epoch = 0
+        self.batch = 0
+        self._device = device
+        # A last batch of one row is joined to its neighbour: batch statistics need two.
+        self.batches_per_epoch = max(1, (rows + batch_size - 2) // batch_size) if batch_size > 1 else rows
+
+    def position(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def restore(self, position: dict[str, int]) -> None:
+        self.epoch, self.batch = position["epoch"], position["batch"]
+
+    def epoch_batches(self) -> Iterator[Tensor]:
+        """Row indices of what is left of this epoch; the position moves before a batch is handed out."""
+        order = torch.from_numpy(np.random.default_rng([self.seed, self.epoch]).permutation(self.rows))
+        order = order.to(self._device)
+        while self.batch < self.batches_per_epoch:
+            start = self.batch * self.batch_size
+            self.batch += 1
+            stop = self.rows if self.batch == self.batches_per_epoch else start + self.batch_size
+            yield order[start:stop]
+        self.epoch += 1
+        self.batch = 0
+
+
+@dataclass
+class ColumnRange:
+    """What a column needs of its storage type, gathered while streaming over it."""
+
+    low: float = 0.0
+    high: float = 0.0
+    whole: bool = True
+    single: bool = True
+
+    def update(self, column: np.ndarray) -> None:
+        if len(column) == 0:
+            return
+        if column.dtype.kind == "f":
+            gaps = np.isnan(column)
+            present = column[~gaps]
+            with np.errstate(over="ignore"):
+                self.single &= bool((present.astype(np.float32) == present).all())
+            signed_zero = (present == 0) & np.signbit(present)
+            self.whole &= not gaps.any() and bool((present == np.round(present)).all()) and not signed_zero.any()
+            column = present
+        if len(column):
+            self.low, self.high = min(self.low, float(column.min())), max(self.high, float(column.max()))
+
+    def storage_type(self, floating: bool) -> str:
+        """The narrowest type that is exact; beyond int32 only identifiers stay integers."""
+        fitting = [t for t in INTEGERS if np.iinfo(t).min <= self.low and self.high <= np.iinfo(t).max]
+        if not floating:
+            return fitting[0]
+        if self.whole and fitting and fitting[0] != "int64":
+            return fitting[0]
+        return FLOATS[0] if self.single else FLOATS[1]
+
+
+class SplitWriter:
+    """Writes one packed split: a binary matrix per role and storage type, rows appended batch by batch."""
+
+    def __init__(self, folder: Path, types: dict[str, list[str]]) -> None:
+        folder.mkdir(parents=True)
+        self._blocks = [
+            (role, storage, [i for i, t in enumerate(types[role]) if t == storage])
+            for role in ROLES
+            for storage in dict.fromkeys(types.get(role, []))
+        ]
+        self._files = [(folder / f"{role}.{storage}.bin").open("wb") for role, storage, _ in self._blocks]
+        self._hashes = [hashlib.sha256() for _ in self._blocks]
+        self._rows = 0
+
+    def append(self, arrays: dict[str, np.ndarray]) -> None:
+        """Add rows: one `[n, columns]` array per role."""
+        for (role, storage, columns), file, sha in zip(self._blocks, self._files, self._hashes, strict=True):
+            content = arrays[role][:, columns].astype(f"<{np.dtype(storage).str[1:]}", order="C").tobytes()
+            file.write(content)
+            sha.update(content)
+        self._rows += len(arrays["labels"])
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files; the description goes into the manifest."""
+        for file in self._files:
+            file.close()
+        blocks = [
+            {"role": role, "type": storage, "columns": columns, "sha256": sha.hexdigest()}
+            for (role, storage, columns), sha in zip(self._blocks, self._hashes, strict=True)
+        ]
+        digest = sha256_of(*(f"{b['role']} {b['type']} {b['columns']} {b['sha256']}" for b in blocks))
+        return {"rows": self._rows, "blocks": blocks, "digest": digest}
+
+
+def open_blocks(folder: Path, description: dict[str, Any]) -> list[Block]:
+    """Map the matrices of a split into memory; a file of another size than described is refused."""
+    blocks = []
+    for entry in description["blocks"]:
+        path = folder / f"{entry['role']}.{entry['type']}.bin"
+        shape = (description["rows"], len(entry["columns"]))
+        wanted = shape[0] * shape[1] * np.dtype(entry["type"]).itemsize
+        found = path.stat().st_size if path.exists() else None
+        if found != wanted:
+            raise DataError(f"{path} holds {found} bytes, the manifest promises {wanted}; prepare the table again")
+        # Mapped copy-on-write, because PyTorch has no read-only tensors; nothing here writes.
+        mapped = np.memmap(path, entry["type"], "c", shape=shape) if wanted else np.empty(shape, entry["type"])
+        blocks.append(Block(entry["role"], tuple(entry["columns"]), torch.from_numpy(mapped)))
+    return blocks

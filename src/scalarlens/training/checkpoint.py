@@ -1,0 +1,58 @@
+"""A training at one moment, as one file that is replaced atomically: tensors in safetensors, the rest as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from scalarlens.errors import ArtifactError
+from scalarlens.storage import replacing
+
+CHECKPOINT_FILE = "checkpoint.safetensors"
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    with replacing(folder / CHECKPOINT_FILE) as partial:
+        content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(content, partial, {"state": json.dumps(state)})
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Tensors and state of the newest checkpoint, or None where there is none yet."""
+    path = folder / CHECKPOINT_FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, json.loads(file.metadata()["state"])
+    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
+        raise ArtifactError(f"{path} is not an intact checkpoint: {error}; start again in another folder") from error
+
+
+def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"]
+    return {f"optimizer.{i}.{key}": tensor for i, entry in state.items() for key, tensor in entry.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], rates: list[float]) -> None:
+    """Put moments, step counts and learning rates back."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in under("optimizer.", tensors).items():
+        index, key = name.split(".")
+        state.setdefault(int(index), {})[key] = tensor
+    groups = optimizer.state_dict()["param_groups"]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names start with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,63 @@
+"""The frozen protocol, as one dataclass; and the named sets of values that have a source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scalarlens.backbones import Tower
+from scalarlens.encoders.base import TABLE_STD
+from scalarlens.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Recipe(Tower):
+    """Everything about a training that is neither the encoder nor the data; the defaults are the paper's.
+
+    NOTE[DIFF] The paper states neither the largest number of epochs nor how often it validates: once per epoch.
+
+    `averaging` is the decay of an exponential moving average of the weights, which is then what is validated and
+    kept; `embedding_l2` penalises the categorical tables; `plateau_factor` multiplies the learning rate after each
+    epoch without a better validation AUC; `category_std` is the start of the categorical tables.
+    """
+
+    embedding_dim: int = 16
+    category_std: float = TABLE_STD
+    batch_size: int = 4096
+    learning_rate: float = 1e-3
+    patience: int = 2
+    max_epochs: int = 50
+    averaging: float = 0.0
+    embedding_l2: float = 0.0
+    plateau_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive = ("embedding_dim", "batch_size", "learning_rate", "patience", "max_epochs")
+        unit = ("averaging", "dropout")
+        problems = [f"{name} must be above 0; got {getattr(self, name)!r}" for name in positive if getattr(self, name) <= 0]
+        problems += [f"{name} must be in [0, 1); got {getattr(self, name)!r}" for name in unit if not 0 <= getattr(self, name) < 1]
+        problems += [f"{name} must be 0 or more; got {getattr(self, name)!r}" for name in ("embedding_l2", "category_std") if getattr(self, name) < 0]
+        if not 0 < self.plateau_factor <= 1:
+            problems.append(f"plateau_factor must be in (0, 1]; got {self.plateau_factor!r}")
+        if any(width < 1 for width in self.hidden):
+            problems.append(f"hidden widths must be above 0; got {self.hidden!r}")
+        if problems:
+            raise UsageError("recipe: " + "; ".join(problems))
+
+    @property
+    def tower(self) -> Tower:
+        return Tower(self.hidden, self.dropout, self.batch_norm)
+
+
+RECIPES = {
+    "paper": Recipe(),
+    # How the BARS benchmark trains DCNv2 on Criteo (DCNv2_criteo_x4_001).
+    "bars": Recipe(
+        hidden=(1000,) * 5,
+        dropout=0.1,
+        batch_norm=True,
+        batch_size=10_000,
+        max_epochs=100,
+        embedding_l2=1e-5,
+        plateau_factor=0.1,
+    ),
+}

@@ -1,0 +1,34 @@
+"""Every registered backbone meets every contract; every contract rejects the mutants made for it, and only it does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from scalarlens.backbones import backbones, build
+
+from .backbone_checks import CHECKS, Make
+from .backbone_mutants import MUTANTS
+from .mutation import Check, rejected_by
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", backbones.names())
+def test_registered_backbone(name: str, check: Check) -> None:
+    make: Make = partial(build, name)
+    check(make)
+
+
+@pytest.mark.parametrize(("mutant", "check"), MUTANTS.pairs, ids=lambda part: part.__name__)
+def test_mutant_is_rejected_by_its_check_alone(mutant: type, check: Check) -> None:
+    assert rejected_by(mutant, CHECKS) == [check.__name__], mutant.flaw
+
+
+@pytest.mark.parametrize("base", MUTANTS.bases, ids=lambda base: base.__name__)
+def test_base_of_mutants_passes(base: type) -> None:
+    assert rejected_by(base, CHECKS) == []
+
+
+def test_every_check_has_a_mutant() -> None:
+    assert set(CHECKS) == {check for _, check in MUTANTS.pairs}
