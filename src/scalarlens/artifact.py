@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 import scalarlens
 from scalarlens import metrics
@@ -65,7 +65,7 @@ class ModelArtifact:
             (partial / "MODEL_CARD.md").write_text(model_card(self.spec, self.contract, self.metrics), "utf-8")
             save_statistics(self.tensorizer.statistics, partial)
             tensors = {name: t.detach().cpu().contiguous() for name, t in self.model.state_dict().items()}
-            save_file(tensors, partial / "model.safetensors")
+            (partial / "model.safetensors").write_bytes(save(tensors))
             digests = [f"{sha256_of_file(partial / name)}  {name}\n" for name in sorted(FILES)]
             (partial / MANIFEST).write_text("".join(digests), "utf-8")
 

@@ -32,8 +32,10 @@ class FieldAttention(nn.Module):
 
     def weights(self, tokens: Tensor) -> Tensor:
         """How much each field takes from each field, `[B, heads, F, F]`; every row sums to 1."""
-        query, key = self._per_head(self.query(tokens)), self._per_head(self.key(tokens))
-        return torch.softmax(query @ key.transpose(-1, -2) / self.head_width**0.5, dim=-1)
+        # Written out: the fused kernels have a backward pass on CUDA whose bits differ from run to run.
+        query = self._per_head(self.query(tokens) / self.head_width**0.5)
+        key = self._per_head(self.key(tokens))
+        return torch.softmax(query @ key.transpose(-1, -2), dim=-1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         seen = self.weights(tokens) @ self._per_head(self.value(tokens))

@@ -253,11 +253,8 @@ class _Column:
         if self._is_date():
             hint = "derive a number from it, or make it the `time` of the schema"
             return _Verdict("left out", "a date or a time", [hint])
-        if (
-            self.range.count < NUMBER_SHARE * (self.range.count + others)
-            or self.is_text
-            or "bool" in self.types
-        ):
+        too_few = self.range.count < NUMBER_SHARE * (self.range.count + others)
+        if too_few or self.is_text or "bool" in self.types:
             return self._verdict_on_text(others)
         if self.range.count == 0:
             return _Verdict("numeric", "no numbers", ["every cell is missing"], tuple(self.markers))
@@ -273,31 +270,32 @@ class _Column:
             return _Verdict("left out", f"text, {self.distinct}", ["a row identifier, or free text"])
         doubts = ["one value in every row"] if self.distinct.count == 1 and self.present == self.rows else []
         if self.mostly_numbers or (not self.is_text and self.range.count > others > 0):
-            doubts.append(
-                f"mostly numbers, but also {_shown(list(self._unknown()))}: numeric once it is cleaned"
-            )
-        return _Verdict(
-            "categorical", f"{'true or false' if self.types == {'bool'} else 'text'}, {self.distinct}", doubts
-        )
+            strange = _shown(list(self._unknown()))
+            doubts.append(f"mostly numbers, but also {strange}: numeric once it is cleaned")
+        what = "true or false" if self.types == {"bool"} else "text"
+        return _Verdict("categorical", f"{what}, {self.distinct}", doubts)
 
     def _verdict_on_numbers(self) -> _Verdict:
-        seen = self.range
-        because = f"{'whole ' * seen.whole}numbers from {seen.low:.6g} to {seen.high:.6g}"
-        because += f", and {_shown(list(self.markers))} for missing" if self.markers else ""
+        seen, markers = self.range, tuple(self.markers)
         doubts = [f"the text {text!r} in {n} rows taken for missing" for text, n in self._unknown().items()]
         if seen.infinite:
             doubts.append(f"{seen.infinite} infinite cells, which training refuses")
+        if seen.infinite == seen.count:
+            return _Verdict("numeric", "no finite number", doubts, markers)
+        because = f"numbers from {seen.low:.6g} to {seen.high:.6g}"
+        because += f", and {_shown(markers)} for missing" if markers else ""
         if seen.low == seen.high and seen.count == self.rows:
-            return _Verdict("numeric", because, [*doubts, "one value in every row"], tuple(self.markers))
-        kind, doubt = self._as_identifier() if seen.whole else ("numeric", "")
-        because += f", {self.distinct}" * seen.whole
-        markers = tuple(self.markers)
+            return _Verdict("numeric", because, [*doubts, "one value in every row"], markers)
+        if not seen.whole:
+            return _Verdict("numeric", because, doubts, markers)
+        kind, doubt = self._as_identifier()
+        because = f"whole {because}, {self.distinct}"
         return _Verdict(
-            kind, because, [*doubts, doubt] if doubt else doubts, markers if kind == "numeric" else ()
+            kind, because, [*doubts, *filter(None, [doubt])], markers if kind == "numeric" else ()
         )
 
     def _as_identifier(self) -> tuple[Kind, str]:
-        """What whole numbers are for, as far as their size, order and repetition tell."""
+        """What whole numbers are for, as far as their size, order and repetition tell; and the doubt, if any."""
         seen, distinct = self.range, self.distinct
         huge = max(abs(seen.low), abs(seen.high)) > HUGE
         if "real" in self.types:
@@ -307,10 +305,7 @@ class _Column:
             return "categorical", "leading zeros: a code, not an amount"
         if distinct.mostly_once:
             if huge or seen.ascending or seen.high - seen.low < 2 * seen.count:
-                return (
-                    "left out",
-                    "nearly one value per row: a row identifier or a time; if it is an amount, make it numeric",
-                )
+                return "left out", "nearly one value per row: an identifier or a time; numeric if an amount"
             return "numeric", "nearly one value per row: an identifier? then leave it out"
         if huge and distinct.share <= 0.5:
             return "categorical", "above 2^24 and often repeated: ids, not amounts"
@@ -332,7 +327,7 @@ class _Range:
         self.count += len(values)
         self.infinite += len(values) - len(finite)
         if len(finite):
-            self.low, self.high = min(self.low, finite.min()), max(self.high, finite.max())
+            self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
             self.whole = self.whole and bool((finite == np.round(finite)).all())
             self.ascending = self.ascending and bool((np.diff(finite, prepend=self._last) >= 0).all())
             self._last = finite[-1]
@@ -343,39 +338,46 @@ class _Distinct:
 
     def __init__(self) -> None:
         self._hashes = np.empty(0, dtype=np.int64)
+        self._pending: list[np.ndarray] = []
         self._rows = 0
-        self.full = False
 
     def add(self, cells: pa.Array) -> None:
         if self.full:
             return
-        fresh = np.fromiter(map(hash, pc.unique(cells).to_pylist()), np.int64)
-        self._hashes = np.union1d(self._hashes, fresh)
+        self._pending.append(np.fromiter(map(hash, pc.unique(cells).to_pylist()), np.int64))
         self._rows += len(cells)
-        self.full = len(self._hashes) > DISTINCT_LIMIT
+        if sum(map(len, self._pending)) > max(len(self._hashes), DISTINCT_LIMIT // 4):
+            self._merge()
+
+    def _merge(self) -> None:
+        if self._pending:
+            self._hashes = np.unique(np.concatenate([self._hashes, *self._pending]))
+            self._pending = []
+
+    @property
+    def full(self) -> bool:
+        return len(self._hashes) > DISTINCT_LIMIT
 
     @property
     def count(self) -> int:
+        self._merge()
         return len(self._hashes)
 
     @property
     def share(self) -> float:
-        return len(self._hashes) / max(self._rows, 1)
+        return self.count / max(self._rows, 1)
 
     @property
     def mostly_once(self) -> bool:
         return self.share >= UNIQUE_SHARE and self._rows >= UNIQUE_ROWS
 
     def __str__(self) -> str:
-        return (
-            f"more than {DISTINCT_LIMIT:,} distinct (counted up to there)"
-            if self.full
-            else f"{self.count:,} distinct"
-        )
+        many = f"more than {DISTINCT_LIMIT:,} distinct (counted up to there)"
+        return f"{self.count:,} distinct" if self.count <= DISTINCT_LIMIT else many
 
 
 class _Sample:
-    """Up to `SAMPLE_ROWS` rows as texts, chosen by a hash of their place, so that the order of rows tells nothing."""
+    """Up to `SAMPLE_ROWS` rows as texts, chosen by a hash of their place and so from the whole table."""
 
     def __init__(self, columns: Collection[str]) -> None:
         self.rows = 0

@@ -12,9 +12,9 @@ from scalarlens.encoders.blocks import MeshStart
 from scalarlens.encoders.scalarlens import ScalarLens
 from scalarlens.table.statistics import TrainingStatistics
 
-#: NOTE[DIFF] The paper masks context sources without saying where. Here a masked source sends zeros, at every step:
-#: each field keeps its drive, gate and state, a masked field is never heard through another one either, and both
-#: masks together are Local Only. Zeros replace the state, because a product with a mask would let NaN through.
+#: NOTE[DIFF] The paper masks context sources without saying where. Here a masked source sends zeros at every
+#: step: each field keeps its drive, gate and state, a masked one is not heard through a third one either, and
+#: both masks together are Local Only. Zeros replace what is sent: a product with a mask lets NaN through.
 SOURCE_MASK = "the paper's ablation study; that senders are masked is ours"
 
 
@@ -22,13 +22,14 @@ SOURCE_MASK = "the paper's ablation study; that senders are masked is ours"
 class NumericalContextOnly(ScalarLens):
     """Categorical fields send nothing: `u = ([s^num; 0] U) V`.
 
-    NOTE[DIFF] The paper's numerical context is other fields, never the focal value. A field still hears itself
-    through `U V`, as it does in ScalarLens.
+    NOTE[DIFF] The paper's numerical context is other fields, never the focal value. Here a field also hears
+    itself through `U V`, as it does in ScalarLens.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
     >>> import numpy as np
-    >>> encoder = NumericalContextOnly(TrainingStatistics.from_arrays(np.array([[1.0, 5.0], [40.0, -2.0]])), 3, 16)
+    >>> statistics = TrainingStatistics.from_arrays(np.array([[1.0, 5.0], [40.0, -2.0]]))
+    >>> encoder = NumericalContextOnly(statistics, 3, 16)
     >>> values, one, other = torch.tensor([[7.0, 0.0]]).double(), torch.zeros(1, 3, 16), torch.ones(1, 3, 16)
     >>> encoder(values, one).equal(encoder(values, other))
     True
@@ -51,10 +52,10 @@ class CategoricalContextOnly(ScalarLens):
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
     >>> import numpy as np
-    >>> encoder = CategoricalContextOnly(TrainingStatistics.from_arrays(np.array([[1.0, 5.0], [40.0, -2.0]])), 3, 16)
-    >>> values, context = torch.tensor([[7.0, 0.0], [7.0, 3.0]]).double(), torch.ones(1, 3, 16).expand(2, 3, 16)
-    >>> one, other = encoder(values, context)
-    >>> one[0].equal(other[0])  # 7.0 beside 0.0 and beside 3.0
+    >>> statistics = TrainingStatistics.from_arrays(np.array([[1.0, 5.0], [40.0, -2.0]]))
+    >>> encoder = CategoricalContextOnly(statistics, 3, 16)
+    >>> tokens = encoder(torch.tensor([[7.0, 0.0], [7.0, 3.0]]).double(), torch.ones(2, 3, 16))
+    >>> tokens[0, 0].equal(tokens[1, 0])  # 7.0 beside 0.0, and beside 3.0
     True
     """
 
@@ -70,8 +71,8 @@ class CategoricalContextOnly(ScalarLens):
 class LocalOnly(ScalarLens):
     """No field sends anything: `u = 0`, so that `s_i^(t) = tanh(δ_i)` at every step.
 
-    NOTE[DIFF] The paper says that both response paths are removed, not what the readout then gets. Gate and states
-    stay, as functions of the focal value alone; only the messages and the step sizes are left without a use.
+    NOTE[DIFF] The paper says that both response paths are removed, not what the readout then gets. Gate and
+    states stay, as functions of the focal value alone; messages and step sizes are left without a use.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
@@ -94,8 +95,8 @@ class LocalOnly(ScalarLens):
 class NoNorm(ScalarLens):
     """Tokens reach the heads and the readout as they are: `ē_f = e_f`.
 
-    NOTE[DIFF] The paper does not say which use of the norm is removed: every one, for all fields. Tables start
-    small, and so do the drives.
+    NOTE[DIFF] The paper does not say where the norm is removed: here everywhere, for all fields. Lookup
+    tables start small, and so does what drives and gates get from them.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
@@ -138,10 +139,10 @@ class FrozenMessage(ScalarLens):
 
 @encoders.register("stop-grad")
 class StopGrad(ScalarLens):
-    """No gradient leaves the heads for the tokens: `δ_f` and `g_f` are computed from a constant copy of `ē_f`.
+    """No gradient leaves the heads for the tokens: `δ_f` and `g_f` come from a constant copy of `ē_f`.
 
-    NOTE[DIFF] The paper stops contextual gradients without saying where. Here tables and meshes stop learning from
-    the response, while heads, messages and readout still learn; the mesh learns through `ē_i` in the readout.
+    NOTE[DIFF] The paper stops contextual gradients without saying where. Here tables and meshes learn nothing
+    from the response, while heads, messages and readout do; the mesh learns through `ē_i` in the readout.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
@@ -168,8 +169,8 @@ class StopGrad(ScalarLens):
 class OneStep(ScalarLens):
     """A single update: `T = 1`, so that the readout has `[ē_i; g_i; s_i^(1)]`.
 
-    NOTE[DIFF] The readout is built for the shorter input instead of being given `s_i^(1)` several times: `2 m h`
-    parameters fewer per numerical field than with three steps.
+    NOTE[DIFF] The readout is built for its shorter input instead of being given `s_i^(1)` several times:
+    `2 m h` weights fewer per numerical field than with three steps.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 

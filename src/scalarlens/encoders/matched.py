@@ -1,11 +1,8 @@
-"""Matched alternatives to ScalarLens: the same coordinate and norm, and a simpler explanation for the rest."""
+"""Matched alternatives to ScalarLens: the same coordinate and norm, a simpler explanation for the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,15 +12,14 @@ from torch.nn import functional as F
 from scalarlens.encoders.base import NumericalEncoder, encoders
 from scalarlens.encoders.blocks import LearnedMesh, MeshStart, PerFieldLinear
 from scalarlens.encoders.scalarlens import Readout, ScalarLens
+from scalarlens.registry import options_of
 from scalarlens.table.statistics import TrainingStatistics
-
-Head = TypeVar("Head", bound=nn.Module)
 
 
 class MatchedAlternative(NumericalEncoder):
-    """ScalarLens's coordinate and norm under a readout without drives, gates and states: `e_i = Readout_i(ē_i)`.
+    """ScalarLens's coordinate and norm, and a readout without drives and states: `e_i = Readout_i(ē_i)`.
 
-    A subclass says what the readout is. At the same seed the mesh starts as it does in ScalarLens.
+    A subclass says what the readout is. At one seed the mesh starts as it does in ScalarLens.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
     """
@@ -74,19 +70,21 @@ class MatchedAlternative(NumericalEncoder):
 class DeerNorm(MatchedAlternative):
     """The normalised coordinate times a positive gain, `e_i = γ_i ē_i`: stabilisation and nothing else.
 
-    NOTE[DIFF] The paper does not say whether its DEER+Norm has a gain. With ScalarLens's own, a token can leave the
-    size that the norm gives it.
+    NOTE[DIFF] The paper does not say whether its DEER+Norm has a gain. With that of ScalarLens a token can
+    leave the size that the norm gives it.
 
     *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
 
     >>> encoder = DeerNorm(TrainingStatistics.from_arrays(np.array([[1.0], [40.0]])), 3, 16)
-    >>> tokens = encoder(torch.tensor([[7.0]]).double(), torch.zeros(1, 3, 16))
-    >>> f"{tokens.square().mean():.2f}"
-    '0.99'
+    >>> values = torch.tensor([[7.0]]).double()
+    >>> encoder(values, torch.zeros(1, 3, 16)).equal(ScalarLens.normalize(encoder.coordinate(values)))
+    True
     """
 
     context = "none"
-    source = replace(ScalarLens.source, basis="the paper's ablation study; the gain is ours", fidelity=0.6, legitimacy=0.9)
+    source = replace(
+        ScalarLens.source, basis="the paper's ablation study; the gain is ours", fidelity=0.6, legitimacy=0.9
+    )
 
     def build_readout(self) -> nn.Module:
         return Gain(self.n_values)
@@ -96,8 +94,8 @@ class DeerNorm(MatchedAlternative):
 class LocalMlp(MatchedAlternative):
     """As many parameters as ScalarLens, all of them local: `e_i = γ_i MLP_i(ē_i)` with one SiLU layer.
 
-    NOTE[DIFF] The paper matches capacity without a rule. The hidden width is the one at which the parameters beyond
-    the mesh come nearest to those of ScalarLens by default at the same shape.
+    NOTE[DIFF] The paper matches capacity without a rule. The hidden width is the one at which the parameters
+    beyond the mesh come nearest in number to those of ScalarLens, by default and at the same shape.
 
     *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
 
@@ -108,20 +106,24 @@ class LocalMlp(MatchedAlternative):
 
     context = "none"
     source = replace(
-        ScalarLens.source, basis="the paper's ablation study; the matching rule is ours", fidelity=0.7, legitimacy=0.9
+        ScalarLens.source,
+        basis="the paper's ablation study; the matching rule is ours",
+        fidelity=0.7,
+        legitimacy=0.9,
     )
 
     def build_readout(self) -> nn.Module:
-        n, c, d = self.n_values, self.n_categories, self.embedding_dim
-        return at_matched_width(lambda width: Readout(n, d, width, d), response_budget(n, c, d))
+        n, d = self.n_values, self.embedding_dim
+        budget = response_budget(n, self.n_categories, d)
+        return Readout(n, d, matched_width(budget, n, fixed=d + 1, per_unit=2 * d + 1), d)
 
 
 @encoders.register("context-film")
 class ContextFilm(MatchedAlternative):
     """One affine update per numerical field from the categories: `e_i = γ_i ((1 + Γ_i) ⊙ ē_i + B_i)`.
 
-    NOTE[DIFF] The paper names no rule by which categorical fields are selected and none for the capacity. All of
-    them are read, and the hidden width is found as for `local-mlp`.
+    NOTE[DIFF] The paper names no rule by which categorical fields are selected, and none for the capacity.
+    All of them are read, and the hidden width is found as for `local-mlp`.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
@@ -140,7 +142,9 @@ class ContextFilm(MatchedAlternative):
 
     def build_readout(self) -> nn.Module:
         n, c, d = self.n_values, self.n_categories, self.embedding_dim
-        return at_matched_width(lambda width: ContextModulation(n, c, d, width), response_budget(n, c, d))
+        budget = response_budget(n, c, d) - (c * d + 1) * CONTEXT_DIM
+        width = matched_width(budget, n, fixed=2 * d + 1, per_unit=CONTEXT_DIM + 1 + 2 * d)
+        return ContextModulation(n, c, d, width)
 
     def read(self, normalized: Tensor, category_tokens: Tensor) -> Tensor:
         context = ScalarLens.normalize(category_tokens.to(normalized.dtype))
@@ -149,7 +153,7 @@ class ContextFilm(MatchedAlternative):
 
 
 class Gain(nn.Module):
-    """A positive learned gain per field, `exp(gain_logits)` from 1, as in ScalarLens. *Shape*: `[B, N, d]` -> same."""
+    """A positive learned gain per field as in ScalarLens, from 1. *Shape*: `[B, N, d]` -> `[B, N, d]`."""
 
     def __init__(self, n_values: int) -> None:
         super().__init__()
@@ -166,8 +170,8 @@ CONTEXT_DIM = 16
 class ContextModulation(nn.Module):
     """Scale and shift of every numerical token from one summary of the categories, then a gain.
 
-    `c = SiLU(W vec(ē^cat) + b)`, `[Γ_i; B_i] = P_i SiLU(A_i c + a_i) + p_i`. `P` and `p` start at zero, so that the
-    context says nothing at first.
+    `c = SiLU(W vec(ē^cat) + b)`, `[Γ_i; B_i] = P_i SiLU(A_i c + a_i) + p_i`. `P` and `p` start at zero, so
+    that the context says nothing at first.
 
     *Shape*: normalised tokens `[B, N, d]` and categories `[B, C, d]` -> `[B, N, d]`.
     """
@@ -193,13 +197,14 @@ class ContextModulation(nn.Module):
 
 
 def scalarlens_budget(n_values: int, n_categories: int, embedding_dim: int) -> int:
-    """How many parameters ScalarLens has by default at this shape; missing tokens, which every encoder has, left out.
+    """How many parameters ScalarLens has by default at this shape, those of missing values left out.
 
     >>> scalarlens_budget(13, 26, 16)
     51600
     """
-    encoder = _default_scalarlens(n_values, n_categories, embedding_dim)
-    return count_parameters(encoder) - encoder.mesh.missing.numel()
+    intervals = options_of(ScalarLens)["intervals"]
+    mesh = intervals + (intervals + 1) * embedding_dim
+    return n_values * mesh + response_budget(n_values, n_categories, embedding_dim)
 
 
 def response_budget(n_values: int, n_categories: int, embedding_dim: int) -> int:
@@ -208,28 +213,19 @@ def response_budget(n_values: int, n_categories: int, embedding_dim: int) -> int
     >>> response_budget(13, 26, 16)
     47856
     """
-    encoder = _default_scalarlens(n_values, n_categories, embedding_dim)
-    return count_parameters(encoder) - count_parameters(encoder.mesh)
+    default = options_of(ScalarLens)
+    m, rank, steps, hidden_dim = (default[name] for name in ("state_dim", "rank", "steps", "hidden_dim"))
+    drive_and_gate = 2 * (embedding_dim + 1) * m
+    messages = 2 * m * rank
+    features = embedding_dim + m + steps * m
+    readout = (features + 1) * hidden_dim + (hidden_dim + 1) * embedding_dim + 1
+    return (n_values + n_categories) * (drive_and_gate + messages) + steps + n_values * readout
 
 
-@cache
-def _default_scalarlens(n_values: int, n_categories: int, embedding_dim: int) -> ScalarLens:
-    statistics = TrainingStatistics.from_arrays(np.zeros((1, n_values)))
-    with torch.device("meta"):  # shapes only: no draw from the generator
-        return ScalarLens(statistics, n_categories, embedding_dim)
+def matched_width(budget: int, n_values: int, fixed: int, per_unit: int) -> int:
+    """The hidden width `h` at which `n_values * (fixed + h * per_unit)` parameters come nearest to a budget.
 
-
-def at_matched_width(head: Callable[[int], Head], budget: int) -> Head:
-    """The head at the hidden width where its size, linear in the width, comes nearest to the budget.
-
-    >>> at_matched_width(lambda width: nn.Linear(9, width), 42).weight.shape
-    torch.Size([4, 9])
+    >>> matched_width(budget=105, n_values=2, fixed=10, per_unit=4)
+    11
     """
-    with torch.device("meta"):
-        one, two = (count_parameters(head(width)) for width in (1, 2))
-    unit = max(two - one, 1)  # without numerical fields nothing grows, and any width will do
-    return head(1 + round((budget - one) / unit))
-
-
-def count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return max(round((budget / max(n_values, 1) - fixed) / per_unit), 1)

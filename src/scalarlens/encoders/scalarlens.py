@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalarlens.encoders.base import NumericalEncoder, Source, encoders
+from scalarlens.encoders.base import Context, NumericalEncoder, Source, encoders
 from scalarlens.encoders.blocks import LearnedMesh, MeshStart, PerFieldLinear
 from scalarlens.table.statistics import TrainingStatistics
 
@@ -45,7 +46,7 @@ class ScalarLens(NumericalEncoder):
     True
     """
 
-    context = "all"
+    context: ClassVar[Context] = "all"
     promises_coordinate = True
     source = Source(
         citation="Yao et al., ScalarLens",

@@ -125,8 +125,11 @@ class Schema:
         )
 
     def to_tables(self) -> dict[str, Any]:
-        """The schema as nested tables, the form that contracts and manifests store."""
-        return tomllib.loads(self.to_toml())
+        """The schema as nested tables for JSON; columns are lists there, because their order counts."""
+        tables = tomllib.loads(self.to_toml())
+        for kind in ("numeric", "categorical"):
+            tables[kind] = [{"name": name, **options} for name, options in tables[kind].items()]
+        return tables
 
     @classmethod
     def read(cls, path: str | Path) -> Schema:
@@ -154,10 +157,13 @@ def _options(column: NumericColumn | CategoricalColumn) -> dict[str, Any]:
 
 
 def _entries(tables: Mapping[str, Any], kind: str, source: str) -> list[tuple[str, dict[str, Any]]]:
-    """Columns of one kind: a table of name = { options }, or a plain list of names."""
+    """Columns of one kind: a table of name = { options }, or a list of names or of tables with a name."""
     given = tables.get(kind, {})
     if isinstance(given, list):
-        given = {name: {} for name in _texts(given, f"{source}: {kind}")}
+        named = [{"name": item} if isinstance(item, str) else item for item in given]
+        if not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in named):
+            raise UsageError(f"{source}: each entry of {kind} needs a name; got {given!r}")
+        return [(item["name"], {k: v for k, v in item.items() if k != "name"}) for item in named]
     if not isinstance(given, dict) or not all(isinstance(options, dict) for options in given.values()):
         raise UsageError(f"{source}: [{kind}] holds lines such as `price = {{ unit = \"EUR\" }}`; got {given!r}")
     return list(given.items())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from scalarlens.errors import ArtifactError
@@ -20,7 +20,7 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     with replacing(folder / CHECKPOINT_FILE) as partial:
         content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(content, partial, {"state": json.dumps(state)})
+        partial.write_bytes(save(content, {"state": json.dumps(state)}))
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
