@@ -214,7 +214,7 @@ def _logistic_slope(z: np.ndarray, positive: np.ndarray) -> float:
     size = 1.0
     for _ in range(MAX_EVALUATIONS):
         if here.decrement <= DECREMENT_TOLERANCE:
-            return here.slope
+            return here.slope + here.slope_step
         centre = here.centre + here.shift
         height = here.height + here.slope * (centre - here.centre) + size * here.height_step
         there = _newton_step(z, side, centre, height, here.slope + size * here.slope_step)
@@ -244,7 +244,7 @@ def _newton_step(z: np.ndarray, side: np.ndarray, centre: float, height: float, 
 
     That keeps its precision where nearly all of `z` lies close together, beside a few saturated rows.
     """
-    # A step can be absurdly long before it is halved; where that leaves nothing to divide by, it is refused.
+    # A step can be absurdly long before it is halved; its loss is then infinite or NaN, and it is refused.
     with np.errstate(all="ignore"):
         offset = z - centre
         margin = side * (height + slope * offset)
@@ -258,8 +258,6 @@ def _newton_step(z: np.ndarray, side: np.ndarray, centre: float, height: float, 
         residual = side * np.where(margin < 0, decay, 1.0) / (1.0 + decay)
         height_step, slope_step = -residual.sum() / total, -(residual * offset).sum() / spread
         decrement = height_step * height_step * total + slope_step * slope_step * spread
-    if not np.isfinite(decrement):
-        loss = math.inf
     figures = (loss, shift, height_step, slope_step, decrement)
     return _NewtonStep(centre, height, slope, *map(float, figures))
 

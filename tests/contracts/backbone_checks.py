@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ def build(make: Make, seed: int = 0, tower: Tower = TOWER) -> Backbone:
 
 
 def forward(backbone: nn.Module, first_order: bool, batch: Fields) -> Tensor:
-    """Logits as the model asks for them: weights of categories only where a backbone declares that it reads them."""
+    """Logits as the model asks for them: category weights only for a backbone with a linear branch."""
     inputs = batch if first_order else batch[:2]
     logits: Tensor = backbone(*inputs)
     return logits
@@ -86,16 +87,17 @@ def check_shape_and_dtype(make: Make) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         backbone = build(make).to(dtype)
         with must_work(f"a forward pass with parameters in {dtype}"):
-            logits = logits_of(backbone, fields(7).each(lambda tensor: tensor.to(dtype)))
+            logits = logits_of(backbone, Fields(*(tensor.to(dtype) for tensor in fields(7))))
         assert logits.shape == (7,), f"logits must be [B] = [7]; got {list(logits.shape)}"
-        assert logits.dtype == dtype, f"logits must have the dtype of the parameters, {dtype}; got {logits.dtype}"
+        assert logits.dtype == dtype, f"logits must be in {dtype}, as the parameters; got {logits.dtype}"
 
 
 def check_finite(make: Make) -> None:
     backbone = build(make)
     for scale in (0.0, 0.01, 1.0, 1e4):
         backbone.zero_grad()
-        logits = forward(backbone, backbone.first_order, fields(32).each(lambda tensor: tensor * scale))
+        batch = Fields(*(tensor * scale for tensor in fields(32)))
+        logits = forward(backbone, backbone.first_order, batch)
         assert_finite(logits, f"logits of tokens of size {scale}")
         weighted_sum(logits).backward()
         for name, parameter in backbone.named_parameters():
@@ -106,9 +108,8 @@ def check_finite(make: Make) -> None:
 def check_logit_is_not_a_probability(make: Make) -> None:
     outputs = [logits_of(scrambled(build(make, seed)), fields(64).each(lambda t: 3 * t)) for seed in range(3)]
     logits = torch.cat(outputs).nan_to_num()
-    assert logits.min() < 0 and logits.max() > 1, (
-        f"logits must reach beyond [0, 1]; all of them lie in [{logits.min():.3f}, {logits.max():.3f}]"
-    )
+    low, high = float(logits.min()), float(logits.max())
+    assert low < 0 < 1 < high, f"logits must reach beyond [0, 1]; all of them lie in [{low:.3f}, {high:.3f}]"
 
 
 def check_tables_without_categories_or_without_numbers(make: Make) -> None:
@@ -153,27 +154,29 @@ def check_memory_layout_does_not_matter(make: Make) -> None:
 
 def check_every_parameter_learns(make: Make) -> None:
     backbone, batch = build(make), fields(192)
-    reached = parameters_reached(backbone, lambda: weighted_sum(forward(backbone, backbone.first_order, batch)))
+    logits = partial(forward, backbone, backbone.first_order, batch)
+    reached = parameters_reached(backbone, lambda: weighted_sum(logits()))
     dead = sorted(name for name, learns in reached.items() if not learns)
     assert not dead, f"no gradient ever reached {dead}"
 
 
 def check_inputs_are_untouched(make: Make) -> None:
     backbone = scrambled(build(make))
-    batch = fields(12).each(lambda tensor: tensor.requires_grad_().clone())  # part of a graph, as in the model
+    # part of a graph, as in the model: not leaves, so that an edit in place would be possible
+    batch = fields(12).each(lambda tensor: tensor.requires_grad_().clone())
     before = [bits(tensor) for tensor in batch]
     with must_work("forward and backward with tokens that are part of a graph"):
         weighted_sum(forward(backbone, backbone.first_order, batch)).backward()
     with torch.no_grad():
         forward(backbone, backbone.first_order, batch)
-    changed = [name for name, tensor, old in zip(batch._fields, batch, before, strict=True) if bits(tensor) != old]
-    assert not changed, f"edited in place: {changed}"
+    for name, tensor, old in zip(Fields._fields, batch, before, strict=True):
+        assert bits(tensor) == old, f"{name} was edited in place"
 
 
 def check_reads_tokens_only(make: Make) -> None:
     names = list(inspect.signature(type(build(make)).forward).parameters)
     allowed = ["self", *Fields._fields]
-    assert names == allowed, f"a backbone reads tokens and never a raw value; forward must take {allowed}, not {names}"
+    assert names == allowed, f"forward must take {allowed} and never a raw value; it takes {names}"
 
 
 def check_every_field_moves_the_logit(make: Make) -> None:
@@ -194,20 +197,22 @@ def check_first_order_is_as_declared(make: Make) -> None:
         for given in (batch, changed):
             with torch.no_grad():
                 actual = backbone(*given.each(torch.clone))
-            assert_same_bits(actual, logits_of(backbone, batch), "first_order is off, but category_weights are read")
+            what = "first_order is off, but category_weights are read"
+            assert_same_bits(actual, logits_of(backbone, batch), what)
         return
     expected = logits_of(backbone, batch)
     for field in range(N_CATEGORIES):
         weights = batch.category_weights.clone()
         weights[:, field] = other.category_weights[:, field]
         moved = logits_of(backbone, batch._replace(category_weights=weights))
-        assert (moved != expected).any(), f"first_order is on, but the weight of category {field} moves nothing"
+        assert (moved != expected).any(), f"first_order is on, but weight {field} moves nothing"
 
 
 def check_state_dict_is_the_whole_backbone(make: Make) -> None:
     trained, restored = scrambled(build(make)), build(make, seed=1)
     with must_work("writing the state dict as safetensors and loading it"):
-        restored.load_state_dict(safetensors.torch.load(safetensors.torch.save(trained.state_dict())), strict=True)
+        saved = safetensors.torch.save(trained.state_dict())
+        restored.load_state_dict(safetensors.torch.load(saved), strict=True)
     actual, expected = logits_of(restored, fields(24)), logits_of(trained, fields(24))
     assert_same_bits(actual, expected, "logits after loading the state dict")
 
@@ -245,7 +250,7 @@ def check_same_seed_same_bits(make: Make) -> None:
     assert_same_state(second.state_dict(), first.state_dict(), what)
     assert_same_bits(logits_of(second, fields(24)), logits_of(first, fields(24)), f"{what}: logits")
     starts = [{name: bits(p) for name, p in backbone.named_parameters()} for backbone in (first, other)]
-    assert starts[0] != starts[1], "another torch.manual_seed must give another start; the backbone seeds itself"
+    assert starts[0] != starts[1], "another seed must give another start; the backbone seeds itself"
 
 
 def check_forward_draws_nothing_and_changes_nothing(make: Make) -> None:
@@ -267,7 +272,8 @@ def check_dropout_acts_in_training_only(make: Make) -> None:
         first, second = logits_of(dropping.train(), batch), logits_of(dropping, batch)
     assert bits(first) != bits(second), "in training, dropout must change the logits from pass to pass"
     actual = logits_of(dropping.eval(), batch)
-    assert_same_bits(actual, logits_of(plain.eval(), batch), "in evaluation, dropout must leave every logit alone")
+    expected = logits_of(plain.eval(), batch)
+    assert_same_bits(actual, expected, "in evaluation, dropout must leave every logit alone")
 
 
 def check_batch_norm_learns_in_training_only(make: Make) -> None:
@@ -281,7 +287,8 @@ def check_batch_norm_learns_in_training_only(make: Make) -> None:
     trained = state_of(backbone)
     moved = [name for name in start if bits(start[name]) != bits(trained[name])]
     assert moved, "in training, batch norm must follow the batches; no running statistic moved"
-    assert bits(logits_of(backbone, some)) != bits(together[5:9]), "in training, batch norm must read the batch"
+    apart = logits_of(backbone, some)
+    assert bits(apart) != bits(together[5:9]), "in training, batch norm must read the batch"
     trained = state_of(backbone.eval())
     expected = logits_of(backbone, batch)[5:9]
     assert_close(logits_of(backbone, some), expected, "in evaluation, batch norm must keep rows independent")
@@ -297,7 +304,7 @@ def check_documented_with_shape_example_and_citation(make: Make) -> None:
     part = type(build(make))
     assert_documented(part)
     citation = getattr(part, "citation", None)
-    assert isinstance(citation, str) and citation, f"citation must name the source; got {citation!r}"
+    assert citation, f"citation must name the source; got {citation!r}"
 
 
 def _has_tower(make: Make) -> bool:

@@ -1,4 +1,4 @@
-"""Backbones broken on purpose, in one place each; the check a mutant is filed under must be the one to reject it."""
+"""Backbones broken on purpose, in one place each, filed under the check that must reject them."""
 
 from __future__ import annotations
 

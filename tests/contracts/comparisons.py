@@ -48,7 +48,7 @@ def seeded(make: Callable[[], Module], seed: int = 0) -> Module:
 
 
 def scrambled(module: Module) -> Module:
-    """The module with noise on every parameter, so that nothing which starts at zero can hide a dependence."""
+    """The module with noise on every parameter, so that nothing which starts at zero hides a dependence."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             parameter.add_(0.5 * normal(*parameter.shape, seed=number).to(parameter.dtype))
@@ -151,7 +151,7 @@ def assert_documented(part: type) -> None:
     assert "*Shape*" in text, "the docstring must state its *Shape*"
     names = dict(vars(sys.modules[part.__module__]))
     found = doctest.DocTestFinder(recurse=False).find(part, part.__name__, globs=names)
-    assert found and found[0].examples, "the docstring must hold an example"
+    assert any(test.examples for test in found), "the docstring must hold an example"
     failures: list[str] = []
     doctest.DocTestRunner(verbose=False).run(found[0], out=failures.append)
     assert not failures, "the example must run as printed:\n" + "".join(failures)

@@ -121,7 +121,7 @@ def check_shape_and_dtype(make: Make) -> None:
         assert tokens.shape == (7, 5, EMBEDDING_DIM), (
             f"tokens must be [B, N, d] = [7, 5, {EMBEDDING_DIM}]; got {list(tokens.shape)}"
         )
-        assert tokens.dtype == dtype, f"tokens must have the dtype of the parameters, {dtype}; got {tokens.dtype}"
+        assert tokens.dtype == dtype, f"tokens must be in {dtype}, as the parameters; got {tokens.dtype}"
 
 
 def check_finite(make: Make) -> None:
@@ -141,13 +141,13 @@ def check_no_categories_or_no_numbers(make: Make) -> None:
     with must_work("a table without categorical fields"):
         encoder = seeded(lambda: make(training_statistics(), 0, EMBEDDING_DIM))
         tokens = tokens_of(encoder, training_rows(6), torch.zeros(6, 0, EMBEDDING_DIM))
-    assert tokens.shape[:2] == (6, 5), f"without categories tokens must be [6, 5, d]; got {list(tokens.shape)}"
+    assert tokens.shape[:2] == (6, 5), f"tokens must be [6, 5, d]; got {list(tokens.shape)}"
     assert_finite(tokens[:, SPREAD], "tokens without categories")
     empty = TrainingStatistics.from_arrays(np.empty((6, 0)))
     with must_work("a table without numerical fields"):
         encoder = seeded(lambda: make(empty, N_CATEGORIES, EMBEDDING_DIM))
         tokens = tokens_of(encoder, torch.empty(6, 0).double(), context_rows(6))
-    assert tokens.shape[:2] == (6, 0), f"without numbers tokens must be [6, 0, d]; got {list(tokens.shape)}"
+    assert tokens.shape[:2] == (6, 0), f"tokens must be [6, 0, d]; got {list(tokens.shape)}"
 
 
 def check_rows_are_independent(make: Make) -> None:
@@ -193,7 +193,8 @@ def check_every_parameter_learns_or_is_declared_idle(make: Make) -> None:
     context = context_rows(len(values))
     reached = parameters_reached(encoder, lambda: weighted_sum(encoder(values, context)))
     idle = set(encoder.idle_parameters)
-    assert idle <= reached.keys(), f"idle_parameters names what does not exist: {sorted(idle - reached.keys())}"
+    unknown = sorted(idle - reached.keys())
+    assert not unknown, f"idle_parameters names what does not exist: {unknown}"
     dead = sorted(name for name, learns in reached.items() if not learns and name not in idle)
     assert not dead, f"no gradient ever reached {dead}; let them learn or declare them in idle_parameters"
     alive = sorted(name for name in idle if reached[name])
@@ -203,7 +204,7 @@ def check_every_parameter_learns_or_is_declared_idle(make: Make) -> None:
 def check_inputs_are_untouched(make: Make) -> None:
     encoder = scrambled(build(make))
     values, table = training_rows(12), context_rows(12).requires_grad_()
-    context = table * 1.0  # as the model hands them over: not a leaf, so that an edit in place would be possible
+    context = table.clone()  # as in the model: not a leaf, so that an edit in place would be possible
     value_bits, context_bits = bits(values), bits(context)
     with must_work("forward and backward with category tokens that are part of a graph"):
         weighted_sum(encoder(values, context)).backward()
@@ -223,12 +224,13 @@ def check_state_dict_is_the_whole_encoder(make: Make) -> None:
     for statistics in other_statistics():
         restored = build(make, seed=1, statistics=statistics)
         fresh = restored.state_dict()
-        assert fresh.keys() == state.keys(), f"names in the state dict moved with the data: {fresh.keys() ^ state.keys()}"
+        assert fresh.keys() == state.keys(), f"names move with the data: {fresh.keys() ^ state.keys()}"
         if any(fresh[name].shape != state[name].shape for name in state):
             continue  # a table whose size follows the data, as the number of buckets does
         restored.load_state_dict(state, strict=True)
+        actual = tokens_of(restored, values)
+        assert_same_bits(actual, expected, "tokens after loading the state dict over other statistics")
         compared += 1
-        assert_same_bits(tokens_of(restored, values), expected, "tokens after loading the state dict over other statistics")
     assert compared, "the shapes of the state dict must survive another order of the same columns"
 
 
@@ -250,7 +252,7 @@ def check_other_numbers_are_ignored_unless_declared(make: Make) -> None:
     values, context = training_rows(24), context_rows(24)
     expected = tokens_of(encoder, values, context)
     for field, others in _with_other_columns_replaced(values):
-        what = f'context = "{encoder.context}", but the token of the {FIELDS[field]} column moved with other columns'
+        what = f'context = "{encoder.context}", but the {FIELDS[field]} column moved with other columns'
         assert_same_bits(tokens_of(encoder, others, context)[:, field], expected[:, field], what)
 
 
@@ -296,7 +298,7 @@ def check_coordinate_keeps_precision(make: Make) -> None:
     with torch.no_grad():
         coordinate = encoder.coordinate(values)
         exact = copy.deepcopy(encoder).double().coordinate(values)
-    assert_close(coordinate, exact.float(), "the coordinate in float32 must be that of float64 up to rounding")
+    assert_close(coordinate, exact.float(), "the coordinate in float32 must be that of float64, rounded")
 
 
 def check_exports_with_a_free_batch_size(make: Make) -> None:
@@ -328,9 +330,10 @@ def check_same_seed_same_bits(make: Make) -> None:
     random.setstate(outside[1])
     what = "built twice after the same torch.manual_seed"
     assert_same_state(second.state_dict(), first.state_dict(), what)
-    assert_same_bits(tokens_of(second, training_rows(24)), tokens_of(first, training_rows(24)), f"{what}: tokens")
+    tokens, again = (tokens_of(encoder, training_rows(24)) for encoder in (first, second))
+    assert_same_bits(again, tokens, f"{what}: tokens")
     starts = [{name: bits(p) for name, p in encoder.named_parameters()} for encoder in (first, other)]
-    assert starts[0] != starts[1], "another torch.manual_seed must give another start; the encoder seeds itself"
+    assert starts[0] != starts[1], "another seed must give another start; the encoder seeds itself"
 
 
 def check_forward_draws_nothing_and_changes_nothing(make: Make) -> None:
@@ -349,7 +352,9 @@ def check_missing_has_a_learned_token_of_its_own(make: Make) -> None:
     for number in torch.cat([extreme_rows(), torch.zeros(1, 5).double()]):
         same = (tokens_of(encoder, number.unsqueeze(0))[0] == token).all(-1)
         columns = [FIELDS[i] for i in same.nonzero().flatten()]
-        assert not columns, f"a missing value must not look like a number; it does in {columns} at {number.tolist()}"
+        assert not columns, (
+            f"a missing value must not look like a number; it does in {columns}: {number.tolist()}"
+        )
     present = torch.cat([present_rows(200), extreme_rows()])
     taken = _reached_by(encoder, present, slice(None))
     rows = present_rows(24)
@@ -358,8 +363,8 @@ def check_missing_has_a_learned_token_of_its_own(make: Make) -> None:
         rest = [reached for other, reached in enumerate(by_field) if other != field]
         own = by_field[field] & ~taken & ~torch.stack(rest).any(0)
         assert own.any(), (
-            f"a missing value in the {name} column must have a learned token of its own: no number in any parameter "
-            "gets a gradient from it and none from present values or other columns"
+            f"a missing value in the {name} column must have a learned token of its own: no number in any "
+            "parameter gets a gradient from it and none from present values or other columns"
         )
 
 
@@ -385,7 +390,7 @@ def check_documented_with_shape_example_and_source(make: Make) -> None:
     assert_documented(part)
     source = getattr(part, "source", None)
     assert isinstance(source, Source), f"source must be a Source; got {source!r}"
-    assert source.citation and source.basis, "source must cite and say on what basis"
+    assert all((source.citation, source.basis)), "source must cite and say on what basis"
     for share in (source.fidelity, source.legitimacy):
         assert 0 <= share <= 1, f"confidence must be in [0, 1]; got {share}"
 
@@ -395,12 +400,13 @@ def check_size_does_not_follow_the_number_of_rows(make: Make) -> None:
     shapes = [{name: tuple(t.shape) for name, t in e.state_dict().items()} for e in (few, many)]
     assert shapes[0] == shapes[1], "500 and 50,000 rows of the same values must give the same state dict"
     held = [sum(_numbers_held(module) for module in encoder.modules()) for encoder in (few, many)]
-    assert held[0] == held[1], f"the encoder of 500 rows holds {held[0]} numbers, that of 50,000 rows {held[1]}"
+    assert held[0] == held[1], f"500 rows leave {held[0]} numbers in the encoder, 50,000 rows {held[1]}"
 
 
 def _with_other_columns_replaced(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    nothing, huge = torch.full_like(values, torch.nan), torch.full_like(values, 1e12)
     for field in range(values.shape[1]):
-        for others in (values.roll(1, dims=0), torch.full_like(values, torch.nan), torch.full_like(values, 1e12)):
+        for others in (values.roll(1, dims=0), nothing, huge):
             yield field, _replace(others, field, values[:, field])
 
 

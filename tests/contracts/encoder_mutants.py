@@ -1,4 +1,4 @@
-"""Encoders broken on purpose, in one place each; the check that a mutant is filed under must be the one to reject it."""
+"""Encoders broken on purpose, in one place each, filed under the check that must reject them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalarlens.encoders.base import Source, ValueEncoder
+from scalarlens.encoders.base import Source
 from scalarlens.encoders.deer import Deer
 from scalarlens.encoders.linear import Linear
 from scalarlens.encoders.scalarlens import ScalarLens, Trace
@@ -22,7 +22,7 @@ MUTANTS = Mutants()
 
 
 class Modulated(Linear):
-    """Not a mutant but a base for some: categories scale the token, `e_i = (x_i w_i + b_i) * (1 + sum_j c_j)`.
+    """Not a mutant but a base for some: categories scale the token, `e_i = (x_i w_i + b_i) (1 + sum_j c_j)`.
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
@@ -464,14 +464,14 @@ class NoExample(Linear):
 class StaleExample(Linear):
     """An example that prints something else."""
 
-    documentation = "An affine map.\n\n*Shape*: `[B, N]` -> `[B, N, d]`.\n\n>>> issubclass(Linear, Deer)\nTrue"
+    documentation = "One sentence.\n\n*Shape*: `[B, N]` -> `[B, N, d]`.\n\n>>> issubclass(Deer, Linear)\nTrue"
 
 
 @MUTANTS.breaks(contract.check_documented_with_shape_example_and_source)
 class NoShape(Linear):
     """A docstring without the shape."""
 
-    documentation = "An affine map.\n\n>>> issubclass(Linear, ValueEncoder)\nTrue"
+    documentation = "An affine map.\n\n>>> issubclass(ScalarLens, Linear)\nFalse"
 
 
 @MUTANTS.breaks(contract.check_documented_with_shape_example_and_source)

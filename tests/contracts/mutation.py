@@ -12,8 +12,8 @@ Part = TypeVar("Part", bound=type)
 class Mutants:
     """Broken subclasses, each with the check made for it.
 
-    A mutant keeps the docstring of the part it breaks, or states one as `documentation`; its own docstring, which
-    says what is broken, becomes `flaw`.
+    A mutant keeps the docstring of the part it breaks, or states one as `documentation`; its own docstring,
+    which says what is broken, becomes `flaw`.
     """
 
     def __init__(self) -> None:

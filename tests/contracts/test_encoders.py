@@ -1,4 +1,4 @@
-"""Every registered encoder meets every contract; every contract rejects the mutants made for it, and only it does."""
+"""Every registered encoder meets every contract, and every contract alone rejects the mutants made for it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class FieldAttention(nn.Module):
 
     def weights(self, tokens: Tensor) -> Tensor:
         """How much each field takes from each field, `[B, heads, F, F]`; every row sums to 1."""
-        # Written out: the fused kernels have a backward pass on CUDA whose bits differ from run to run.
+        # Written out: by default the fused float32 kernel on CUDA has a nondeterministic backward pass.
         query = self._per_head(self.query(tokens) / self.head_width**0.5)
         key = self._per_head(self.key(tokens))
         return torch.softmax(query @ key.transpose(-1, -2), dim=-1)

@@ -1,4 +1,4 @@
-"""A table held against a schema: every problem with its column, how many rows it touches, and the first of them."""
+"""A table held against a schema: each problem with its column, its number of rows and the first of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from scalarlens.datasets.files import Table
 from scalarlens.errors import DataError
 from scalarlens.table.cells import BadCell, labels, not_numbers, numbers, plain, texts
-from scalarlens.table.schema import NumericColumn, Schema
+from scalarlens.table.schema import Schema
 
 Severity = Literal["error", "note"]
 
@@ -68,10 +68,12 @@ def _role(schema: Schema, name: str) -> str:
 def _column(schema: Schema, name: str) -> _Column:
     if name == schema.label:
         return _LabelColumn(name)
-    for column in (*schema.numeric, *schema.categorical):
-        if column.name == name:
-            kind = _NumericColumn if isinstance(column, NumericColumn) else _TextColumn
-            return kind(name, (*schema.missing, *column.missing))
+    for number in schema.numeric:
+        if number.name == name:
+            return _NumericColumn(name, (*schema.missing, *number.missing))
+    for category in schema.categorical:
+        if category.name == name:
+            return _TextColumn(name, (*schema.missing, *category.missing))
     return _TextColumn(name) if name == schema.group else _Column(name)
 
 
@@ -81,7 +83,7 @@ class _Column:
     def __init__(self, name: str, missing: Sequence[str | float] = ()) -> None:
         self.name, self.markers = name, missing
         self.missing = 0
-        self.values: set[object] = set()
+        self.values: set[str | float] = set()
         self._found: dict[str, Problem] = {}
 
     def add(self, cells: pa.Array, done: int) -> None:
@@ -92,15 +94,18 @@ class _Column:
         known = self._found.get(kind, Problem(self.name, problem, 0, row + 1))
         self._found[kind] = replace(known, count=known.count + count)
 
+    def report_type(self, error: DataError, done: int, count: int) -> None:
+        self.report("type", str(error).removeprefix(f"column {self.name!r} "), done, count)
+
     def problems(self, rows: int) -> list[Problem]:
         found = list(self._found.values())
         if self.missing == rows:
             found.append(Problem(self.name, "every cell is missing", rows, 1, "note"))
         elif len(self.values) == 1 and not self.missing and not found:
-            found.append(Problem(self.name, f"constant, {min(self.values)!r} in every row", rows, 1, "note"))
+            found.append(Problem(self.name, f"constant, {self.values.pop()!r} in every row", rows, 1, "note"))
         return found
 
-    def _keep(self, values: Iterable[object]) -> None:
+    def _keep(self, values: Iterable[str | float]) -> None:
         """Remember up to two different values: enough to tell a constant."""
         if len(self.values) < 2:
             self.values.update(values)
@@ -119,7 +124,7 @@ class _NumericColumn(_Column):
         try:
             values = numbers(cells, self.name, self.markers)
         except DataError as error:
-            self.report("type", str(error), done, len(cells))
+            self.report_type(error, done, len(cells))
             return
         infinite = np.isinf(values)
         if infinite.any():
@@ -127,7 +132,7 @@ class _NumericColumn(_Column):
         absent = np.isnan(values)
         self.missing += int(absent.sum()) - int(bad.sum())
         if not absent.all():
-            self._keep((np.nanmin(values), np.nanmax(values)))
+            self._keep((float(np.nanmin(values)), float(np.nanmax(values))))
 
 
 class _TextColumn(_Column):
@@ -137,7 +142,7 @@ class _TextColumn(_Column):
         try:
             cells = texts(cells, self.name, [text for text in self.markers if isinstance(text, str)])
         except DataError as error:
-            self.report("type", str(error), done, len(cells))
+            self.report_type(error, done, len(cells))
             return
         self.missing += cells.null_count
         self._keep(pc.unique(cells.drop_null())[:2].to_pylist())
@@ -152,4 +157,4 @@ class _LabelColumn(_Column):
         except BadCell as bad:
             self.report("label", bad.problem, done + bad.row, bad.count)
         except DataError as error:
-            self.report("type", str(error), done, len(cells))
+            self.report_type(error, done, len(cells))

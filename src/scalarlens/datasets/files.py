@@ -29,7 +29,7 @@ BLOCK_BYTES = (1 << 22, 1 << 26)
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _ARROW = (".arrow", ".feather", ".ipc")
-_KNOWN = (*_DELIMITERS, *(f".csv{codec}" for codec in _CODECS), ".parquet", *_ARROW)
+_KNOWN = ".csv or .tsv (with .gz, .zst or .bz2 behind it, if compressed), .parquet, .arrow, .feather or .ipc"
 _NOT_TABLES = ("schema.toml", "_SUCCESS", "_metadata", "_common_metadata")
 #: a line put behind the end of a text file: an open quote swallows it
 _END = "\0end of file\0"
@@ -97,20 +97,19 @@ class Table:
 def open_table(path: str | Path) -> Table:
     """The table in a file or folder; reads its columns, not its rows."""
     path = Path(path)
-    if path.is_dir():
-        return _open_folder(path)
-    if not path.exists():
-        raise _absent(path)
-    file = _open_file(path)
+    with _reading(path):
+        if path.is_dir():
+            return _open_folder(path)
+        if not path.exists():
+            raise _absent(path)
+        file = _open_file(path)
     return Table(path, file.columns, (file,))
 
 
 def _open_folder(path: Path) -> Table:
     entries = sorted(entry for entry in path.iterdir() if not _is_aside(entry))
     if not entries:
-        raise DataError(
-            f"the folder {path} has no table in it; put files there that end in {', '.join(_KNOWN)}"
-        )
+        raise DataError(f"the folder {path} has no table in it; put files there that end in {_KNOWN}")
     formats = {_format(entry) for entry in entries}
     if len(formats) > 1:
         raise DataError(f"the folder {path} mixes {_names(sorted(formats))}; a table is of one format")
@@ -136,16 +135,15 @@ def _format(path: Path) -> str:
     if suffixes and suffixes[-1] in (*_DELIMITERS, ".parquet", *_ARROW) and not path.is_dir():
         return ".arrow" if suffixes[-1] in _ARROW else suffixes[-1]
     what = "is a folder" if path.is_dir() else "is no table by its name"
-    raise DataError(f"{path} {what}; tables are files that end in {', '.join(_KNOWN)}")
+    raise DataError(f"{path} {what}; tables are files that end in {_KNOWN}")
 
 
 def _open_file(path: Path) -> TableFile:
     kind = _format(path)
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; write the table to a file first")
-    with _reading(path):
-        if path.stat().st_size == 0:
-            raise DataError(f"{path} is empty (0 bytes); a table has at least the names of its columns")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} is empty (0 bytes); a table has at least the names of its columns")
     file: TableFile
     if kind in _DELIMITERS:
         file = _TextFile(path, _DELIMITERS[kind], _CODECS.get(path.suffix.lower()))
@@ -162,11 +160,7 @@ def _open_file(path: Path) -> TableFile:
 def _absent(path: Path) -> DataError:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.6)
-    hint = (
-        f"did you mean {str(path.parent / near[0])!r}?"
-        if near
-        else f"give a file that ends in {', '.join(_KNOWN)}"
-    )
+    hint = f"did you mean {str(path.parent / near[0])!r}?" if near else f"give a file that ends in {_KNOWN}"
     return DataError(f"no file or folder {str(path)!r}; {hint}")
 
 
@@ -181,9 +175,8 @@ def _reading(path: Path, what: str = "a readable file") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"{path} is not {what}, or is cut short: {error.strerror or _first_line(error)}"
-        ) from error
+        problem = f"cannot be read: {error.strerror}" if error.strerror else f"is not {what}, or is cut short"
+        raise DataError(f"{path} {problem}" + f": {_first_line(error)}" * (not error.strerror)) from error
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not {what}, or is damaged: {_first_line(error)}") from error
 
@@ -325,11 +318,8 @@ class _TextFile:
 
     def _fault_of_count(self, count: int) -> str | None:
         wanted = len(self.columns)
-        return (
-            None
-            if count == wanted
-            else f"has {count} cell{'s' * (count > 1)}; its header names {wanted} columns"
-        )
+        cells = f"has {count} cell{'s' * (count > 1)}; its header names {wanted} columns"
+        return None if count == wanted else cells
 
 
 _NUL = "holds a NUL byte; save the table as UTF-8 text"

@@ -295,7 +295,7 @@ class _Column:
         )
 
     def _as_identifier(self) -> tuple[Kind, str]:
-        """What whole numbers are for, as far as their size, order and repetition tell; and the doubt, if any."""
+        """What whole numbers are for, as far as size, order and repetition tell; and the doubt, if any."""
         seen, distinct = self.range, self.distinct
         huge = max(abs(seen.low), abs(seen.high)) > HUGE
         if "real" in self.types:

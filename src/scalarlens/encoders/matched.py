@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,6 +74,7 @@ class DeerNorm(MatchedAlternative):
 
     *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
 
+    >>> import numpy as np
     >>> encoder = DeerNorm(TrainingStatistics.from_arrays(np.array([[1.0], [40.0]])), 3, 16)
     >>> values = torch.tensor([[7.0]]).double()
     >>> encoder(values, torch.zeros(1, 3, 16)).equal(ScalarLens.normalize(encoder.coordinate(values)))
@@ -99,6 +99,7 @@ class LocalMlp(MatchedAlternative):
 
     *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
 
+    >>> import numpy as np
     >>> encoder = LocalMlp(TrainingStatistics.from_arrays(np.zeros((1, 13))), 26, 16)
     >>> encoder.readout.hidden.bias.shape
     torch.Size([13, 111])
@@ -115,6 +116,7 @@ class LocalMlp(MatchedAlternative):
     def build_readout(self) -> nn.Module:
         n, d = self.n_values, self.embedding_dim
         budget = response_budget(n, self.n_categories, d)
+        # A hidden unit has its inputs, its bias and its outputs; output biases and the gain are fixed.
         return Readout(n, d, matched_width(budget, n, fixed=d + 1, per_unit=2 * d + 1), d)
 
 
@@ -127,6 +129,7 @@ class ContextFilm(MatchedAlternative):
 
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
+    >>> import numpy as np
     >>> encoder = ContextFilm(TrainingStatistics.from_arrays(np.zeros((1, 13))), 26, 16)
     >>> encoder.readout.hidden.bias.shape
     torch.Size([13, 64])
