@@ -156,6 +156,7 @@ def _add_prepare(commands: Any) -> None:
 
 def _prepare(chosen: argparse.Namespace) -> None:
     from scalarlens.datasets.files import open_table
+    from scalarlens.datasets.parts import Part, deal_randomly
     from scalarlens.datasets.prepare import prepare
     from scalarlens.table.schema import Schema
 
@@ -170,7 +171,13 @@ def _prepare(chosen: argparse.Namespace) -> None:
         extra = [column for column in table.columns if column not in schema.columns]
         if extra:
             _note(f"{name}: ignoring {len(extra)} column{'s' * (len(extra) > 1)} outside the schema: {', '.join(extra)}")
-    table = prepare(schema, tables, chosen.out, random_seed=chosen.seed)
+    if chosen.split is None:
+        parts = [Part(table, name) for name, table in tables.items()]
+    elif len(tables) > 1:
+        raise UsageError("--split random divides one table; give --train alone, or the splits without --split")
+    else:
+        parts = [Part(tables["train"], deal_randomly(tables["train"].count_rows(), chosen.seed))]
+    table = prepare(schema, parts, chosen.out)
     rows = {name: split["rows"] for name, split in table.splits.items()}
     if chosen.json:
         _print_json({"rows": rows, "digest": table.digest, "training_digest": table.training_digest})

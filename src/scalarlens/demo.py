@@ -14,6 +14,7 @@ from scalarlens import metrics
 from scalarlens.artifact import ModelArtifact
 from scalarlens.datasets.click_log import SCHEMA, ClickLog, make_click_log
 from scalarlens.datasets.files import open_table
+from scalarlens.datasets.parts import Part
 from scalarlens.datasets.prepare import prepare
 from scalarlens.datasets.prepared import PreparedTable
 from scalarlens.errors import UsageError
@@ -85,7 +86,7 @@ def _prepare(out: Path, rows: int, seed: int) -> ClickLog:
     out.mkdir(parents=True, exist_ok=True)
     for name, (start, stop) in cuts.items():
         pq.write_table(log.table.slice(start, stop - start), out / f"{name}.parquet")
-    prepare(SCHEMA, {name: open_table(out / f"{name}.parquet") for name in cuts}, out / "data")
+    prepare(SCHEMA, [Part(open_table(out / f"{name}.parquet"), name) for name in cuts], out / "data")
     start, stop = cuts["test"]
     return ClickLog(log.table.slice(start, stop - start), log.true_logits[start:stop])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalarlens.datasets.files import Table
+from scalarlens.datasets.parts import SPLITS, Part
 from scalarlens.datasets.prepared import PreparedTable, refuse_foreign_folder, write_manifest
-from scalarlens.errors import DataError, UsageError
+from scalarlens.errors import DataError
 from scalarlens.storage import replacing_folder
 from scalarlens.table import cells
 from scalarlens.table.batches import ColumnRange, SplitWriter
@@ -21,27 +22,17 @@ from scalarlens.table.statistics import StatisticsBuilder, TrainingStatistics
 from scalarlens.table.stored import save_statistics
 from scalarlens.table.tensorizer import Tensorizer, require_columns, schema_cells
 
-#: shares of the random split
-SHARES = {"train": 0.8, "valid": 0.1, "test": 0.1}
-
-
-def prepare(schema: Schema, tables: Mapping[str, Table], out: str | Path, *, random_seed: int | None = None) -> PreparedTable:
-    """Prepare the tables of the splits `train`, `valid`, `test`; with `random_seed`, `train` alone is divided."""
+def prepare(schema: Schema, parts: Sequence[Part], out: str | Path) -> PreparedTable:
+    """Prepare tables whose rows know their split; the statistics are those of the training rows alone."""
     out = Path(out)
     refuse_foreign_folder(out)
-    for table in tables.values():
-        require_columns(schema.columns, table.columns)
-    if random_seed is None:
-        source: Source = SplitTables(schema, tables)
-    elif set(tables) == {"train"}:
-        source = RandomSplit(schema, tables["train"], random_seed)
-    else:
-        raise UsageError("a random split divides one table; give --train alone, or the splits without --split")
-    statistics, types = _first_pass(schema, source)
+    for part in parts:
+        require_columns(schema.columns, part.table.columns)
+    statistics, types = _first_pass(schema, parts)
     with replacing_folder(out) as folder:
         (folder / "schema.toml").write_text(schema.to_toml(), encoding="utf-8")
         save_statistics(statistics, folder)
-        splits = _second_pass(schema, source, statistics, types, folder)
+        splits = _second_pass(schema, parts, statistics, types, folder)
         write_manifest(folder, schema, statistics, splits)
     return PreparedTable(out)
 
@@ -70,47 +61,20 @@ class Rows:
         return Rows(self.values[keep], texts, self.labels[keep], groups)
 
 
-class Source:
-    """Rows with the split that they belong to, in the order of the files; can be walked more than once."""
-
-    splits: tuple[str, ...]
-
-    def walk(self) -> Iterator[tuple[str, Rows]]:
-        raise NotImplementedError
+def _splits(parts: Sequence[Part]) -> tuple[str, ...]:
+    present = {split for part in parts for split in part.splits}
+    return tuple(split for split in SPLITS if split in present)
 
 
-class SplitTables(Source):
-    """One table per split."""
-
-    def __init__(self, schema: Schema, tables: Mapping[str, Table]) -> None:
-        self.splits = tuple(tables)
-        self._schema, self._tables = schema, tables
-
-    def walk(self) -> Iterator[tuple[str, Rows]]:
-        for split, table in self._tables.items():
-            for rows in _read(self._schema, table):
-                yield split, rows
-
-
-class RandomSplit(Source):
-    """One table, each row dealt to a split by a seeded shuffle of exact shares."""
-
-    splits = tuple(SHARES)
-
-    def __init__(self, schema: Schema, table: Table, seed: int) -> None:
-        self._schema, self._table = schema, table
-        total = table.count_rows()
-        sizes = [int(total * SHARES["valid"]), int(total * SHARES["test"])]
-        self._dealt = np.repeat(np.arange(3, dtype=np.uint8), [total - sum(sizes), *sizes])
-        np.random.default_rng(seed).shuffle(self._dealt)
-
-    def walk(self) -> Iterator[tuple[str, Rows]]:
+def _walk(schema: Schema, parts: Sequence[Part]) -> Iterator[tuple[str, Rows]]:
+    """All rows with their split, in the order of the files; can be walked more than once."""
+    for part in parts:
         start = 0
-        for rows in _read(self._schema, self._table):
-            dealt = self._dealt[start : start + len(rows.labels)]
-            start += len(dealt)
-            for index, split in enumerate(self.splits):
-                yield split, rows.take(dealt == index)
+        for rows in _read(schema, part.table):
+            stop = start + len(rows.labels)
+            for split, mask in part.members(start, stop):
+                yield split, rows.take(mask)
+            start = stop
 
 
 def _read(schema: Schema, table: Table) -> Iterator[Rows]:
@@ -128,13 +92,13 @@ def _read(schema: Schema, table: Table) -> Iterator[Rows]:
         raise DataError(f"{table.path} has no rows")
 
 
-def _first_pass(schema: Schema, source: Source) -> tuple[TrainingStatistics, dict[str, dict[str, list[str]]]]:
+def _first_pass(schema: Schema, parts: Sequence[Part]) -> tuple[TrainingStatistics, dict[str, dict[str, list[str]]]]:
     """Training statistics from training rows alone; storage types from the rows of each split alone."""
     builder = StatisticsBuilder(
         len(schema.numeric), len(schema.categorical), [column.min_count for column in schema.categorical]
     )
-    ranges = {split: [ColumnRange() for _ in schema.numeric] for split in source.splits}
-    for split, rows in source.walk():
+    ranges = {split: [ColumnRange() for _ in schema.numeric] for split in _splits(parts)}
+    for split, rows in _walk(schema, parts):
         for column, seen in zip(rows.values.T, ranges[split], strict=True):
             seen.update(column)
         if split == "train":
@@ -155,15 +119,15 @@ def _first_pass(schema: Schema, source: Source) -> tuple[TrainingStatistics, dic
 
 def _second_pass(
     schema: Schema,
-    source: Source,
+    parts: Sequence[Part],
     statistics: TrainingStatistics,
     types: dict[str, dict[str, list[str]]],
     folder: Path,
 ) -> dict[str, dict[str, Any]]:
     tensorizer = Tensorizer(schema, statistics, "raw")
-    writers = {split: SplitWriter(folder / split, types[split]) for split in source.splits}
-    group_codes: dict[str, dict[str | None, int]] = {split: {} for split in source.splits}
-    for split, rows in source.walk():
+    writers = {split: SplitWriter(folder / split, types[split]) for split in _splits(parts)}
+    group_codes: dict[str, dict[str | None, int]] = {split: {} for split in _splits(parts)}
+    for split, rows in _walk(schema, parts):
         ids = [tensorizer.category_ids(texts, j) for j, texts in enumerate(rows.texts)]
         arrays = {
             "values": rows.values,

@@ -239,7 +239,8 @@ def _quantile_grid(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     rank, part = position // QUANTILE_LEVELS, (position % QUANTILE_LEVELS) / QUANTILE_LEVELS
     lower = values[np.searchsorted(ends, rank, side="right")]
     upper = values[np.searchsorted(ends, np.minimum(rank + 1, ends[-1] - 1), side="right")]
-    return lower + (upper * 0.5 - lower * 0.5) * part * 2.0
+    half = (upper * 0.5 - lower * 0.5) * part
+    return lower + half + half  # in two steps, because the whole range can overflow
 
 
 def _decimal_places(values: np.ndarray, counts: np.ndarray) -> int:
