@@ -1,7 +1,7 @@
 """Write the documentation that is read off the code: deviations from the paper, and a page per encoder.
 
-    python docs/generate.py            write the files
-    python docs/generate.py --check    exit 1 if one of them is out of date
+python docs/generate.py            write the files
+python docs/generate.py --check    exit 1 if one of them is out of date
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from scalarlens.errors import ArtifactError, ScalarLensError
 from scalarlens.model import CtrModel, ModelSpec
 from scalarlens.storage import read_json, replacing_folder, sha256_of_file, write_json
 from scalarlens.table.schema import Schema
-from scalarlens.table.statistics import TrainingStatistics
 from scalarlens.table.stored import STATISTICS_FILE, VOCABULARIES_FILE, load_statistics, save_statistics
 from scalarlens.table.tensorizer import CellCounts, Tensorizer, require_columns, rows_to_table
 
@@ -190,7 +189,9 @@ def _load_weights(model: CtrModel, path: Path) -> None:
         raise ArtifactError(f"{path} is not an intact safetensors file: {error}") from error
     expected = model.state_dict()
     if tensors.keys() != expected.keys():
-        raise ArtifactError(f"{path} holds other tensors than this model: {sorted(tensors.keys() ^ expected.keys())[:5]}")
+        raise ArtifactError(
+            f"{path} holds other tensors than this model: {sorted(tensors.keys() ^ expected.keys())[:5]}"
+        )
     for name, tensor in tensors.items():
         wanted = expected[name]
         if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:

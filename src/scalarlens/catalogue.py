@@ -73,4 +73,6 @@ def show_catalogue(kind: str, found: dict[str, Any]) -> str:
             f"{name:{width}}  {entry['context']:11}  {entry['parameters']:>9,} parameters  {entry['source']}"
             for name, entry in found.items()
         )
-    return "\n".join(f"{name:{width}}  {entry['parameters']:>9,} parameters  {entry['source']}" for name, entry in found.items())
+    return "\n".join(
+        f"{name:{width}}  {entry['parameters']:>9,} parameters  {entry['source']}" for name, entry in found.items()
+    )

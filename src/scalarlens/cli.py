@@ -45,7 +45,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scalarlens", description=scalarlens.__doc__, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"scalarlens {scalarlens.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_schema, _add_prepare, _add_train, _add_evaluate, _add_predict, _add_artifact, _add_list):
+    for add in (
+        _add_demo,
+        _add_schema,
+        _add_prepare,
+        _add_train,
+        _add_evaluate,
+        _add_predict,
+        _add_artifact,
+        _add_list,
+    ):
         add(commands)
     return parser
 
@@ -76,7 +85,9 @@ def _note(text: str) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    parser = _command(commands, "demo", _demo, "train ScalarLens and DEER on a made click log", quiet=True, machine=True)
+    parser = _command(
+        commands, "demo", _demo, "train ScalarLens and DEER on a made click log", quiet=True, machine=True
+    )
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--rows", type=int, default=150_000)
     parser.add_argument("--seed", type=int, default=2026)
@@ -89,7 +100,11 @@ def _demo(chosen: argparse.Namespace) -> None:
     from scalarlens.progress import Reporter
 
     summary = run_demo(
-        chosen.out, rows=chosen.rows, seed=chosen.seed, device=choose_device(chosen.device), reporter=Reporter(chosen.quiet)
+        chosen.out,
+        rows=chosen.rows,
+        seed=chosen.seed,
+        device=choose_device(chosen.device),
+        reporter=Reporter(chosen.quiet),
     )
     if chosen.json:
         _print_json(summary.document)
@@ -170,17 +185,19 @@ def _prepare(chosen: argparse.Namespace) -> None:
     for name, table in tables.items():
         extra = [column for column in table.columns if column not in schema.columns]
         if extra:
-            _note(f"{name}: ignoring {len(extra)} column{'s' * (len(extra) > 1)} outside the schema: {', '.join(extra)}")
+            _note(
+                f"{name}: ignoring {len(extra)} column{'s' * (len(extra) > 1)} outside the schema: {', '.join(extra)}"
+            )
     if chosen.split is None:
         parts = [Part(table, name) for name, table in tables.items()]
     elif len(tables) > 1:
         raise UsageError("--split random divides one table; give --train alone, or the splits without --split")
     else:
         parts = [Part(tables["train"], deal_randomly(tables["train"].count_rows(), chosen.seed))]
-    table = prepare(schema, parts, chosen.out)
-    rows = {name: split["rows"] for name, split in table.splits.items()}
+    prepared = prepare(schema, parts, chosen.out)
+    rows = {name: split["rows"] for name, split in prepared.splits.items()}
     if chosen.json:
-        _print_json({"rows": rows, "digest": table.digest, "training_digest": table.training_digest})
+        _print_json({"rows": rows, "digest": prepared.digest, "training_digest": prepared.training_digest})
     else:
         print(f"{chosen.out}: " + ", ".join(f"{name} {count:,} rows" for name, count in rows.items()))
 
@@ -198,7 +215,10 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="paper", help="paper or bars")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="PART.NAME=VALUE",
+        "--option",
+        action="append",
+        default=[],
+        metavar="PART.NAME=VALUE",
         help="encoder.rank=8, backbone.cross_layers=2, recipe.averaging=0.99, ...; may be repeated",
     )
     parser.add_argument("--resume", action="store_true", help="continue what --out holds of this run")
@@ -230,8 +250,13 @@ def _job(chosen: argparse.Namespace) -> Job:
     options = parse_options(chosen.option)
     recipe = named_recipe(chosen.recipe, options["recipe"])
     spec = ModelSpec(
-        chosen.encoder, chosen.backbone, recipe.embedding_dim, recipe.tower, recipe.category_std,
-        options["encoder"], options["backbone"],
+        chosen.encoder,
+        chosen.backbone,
+        recipe.embedding_dim,
+        recipe.tower,
+        recipe.category_std,
+        options["encoder"],
+        options["backbone"],
     ).resolved()
     return Job(chosen.data, spec, recipe, chosen.input_scale, chosen.seed)
 
@@ -247,7 +272,9 @@ def named_recipe(name: str, changes: dict[str, Any]) -> Recipe:
     for key in changes:
         if key not in vars(recipe):
             raise unknown_name("option of recipe", key, vars(recipe))
-    return replace(recipe, **{key: fit_option(f"recipe.{key}", vars(recipe)[key], value) for key, value in changes.items()})
+    return replace(
+        recipe, **{key: fit_option(f"recipe.{key}", vars(recipe)[key], value) for key, value in changes.items()}
+    )
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -362,8 +389,8 @@ def _verify(chosen: argparse.Namespace) -> None:
     if chosen.json:
         _print_json({"artifact": str(chosen.artifact), "intact": True, "files": list(FILES)})
     else:
-        fields = len(artifact.contract["fields"])
-        print(f"{chosen.artifact} is intact: {len(FILES)} files, {fields} fields, encoder {artifact.spec['model']['encoder']}")
+        fields, encoder = len(artifact.contract["fields"]), artifact.spec["model"]["encoder"]
+        print(f"{chosen.artifact} is intact: {len(FILES)} files, {fields} fields, encoder {encoder}")
 
 
 # list

@@ -127,7 +127,7 @@ def show_contract(contract: dict[str, Any]) -> str:
         "",
     ]
     table = [("field", "kind", "unit", "training range / categories", "missing", "median / most frequent")]
-    table += [_line(entry) for entry in contract["fields"]]
+    table.extend(_line(entry) for entry in contract["fields"])
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     lines += ["", "policies"]
@@ -136,7 +136,7 @@ def show_contract(contract: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _line(entry: dict[str, Any]) -> tuple[str, ...]:
+def _line(entry: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
     missing = f"{entry['missing_rate']:.1%}"
     if entry["kind"] == "categorical":
         frequent = ", ".join(entry["most_frequent"][:3])

@@ -107,7 +107,9 @@ def _claim(out: Path, identity: dict[str, Any], resume: bool) -> None:
         theirs = read_json(out / RUN_FILE, UsageError)
         differing = sorted(key for key in identity if theirs.get(key) != identity[key])
         if differing:
-            raise UsageError(f"{out} holds a run with another {', '.join(differing)}; repeat its options, or choose another --out")
+            raise UsageError(
+                f"{out} holds a run with another {', '.join(differing)}; repeat its options, or choose another --out"
+            )
     foreign = out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir())
     if foreign and not (out / RUN_FILE).exists():
         raise UsageError(f"{out} is not empty and holds no run; choose another --out")

@@ -113,9 +113,7 @@ def grouped_auc(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike) -> floa
     positive, scores = _checked(labels, scores, "scores")
     groups = np.asarray(groups)
     if groups.shape != positive.shape:
-        raise DataError(
-            f"groups must hold one entry per label; got {groups.shape} for {len(positive)} labels"
-        )
+        raise DataError(f"groups must hold one entry per label; got {groups.shape} for {len(positive)} labels")
     if not len(positive) or np.isnan(scores).any():
         return math.nan
     try:

@@ -107,9 +107,7 @@ class CtrModel(nn.Module):
     def build(cls, spec: ModelSpec, statistics: TrainingStatistics) -> CtrModel:
         """The model that a specification names; `statistics` in the scale that the encoder will see."""
         n_categories = len(statistics.vocabularies)
-        encoder = encoders.build(
-            spec.encoder, statistics, n_categories, spec.embedding_dim, **spec.encoder_options
-        )
+        encoder = encoders.build(spec.encoder, statistics, n_categories, spec.embedding_dim, **spec.encoder_options)
         backbone = backbones.build(
             spec.backbone, encoder.n_values, n_categories, spec.embedding_dim, spec.tower, **spec.backbone_options
         )

@@ -14,6 +14,7 @@ import torch
 
 from scalarlens.artifact import ModelArtifact
 from scalarlens.datasets.click_log import PLACEMENTS, PRICE_TASTE
+from scalarlens.encoders.scalarlens import ScalarLens
 from scalarlens.svg import PALETTE, Line, Panel, figure
 
 #: rows over which a response is averaged
@@ -28,8 +29,8 @@ categories. The same price raises the click rate in one placement and lowers it 
 and share backbone, recipe and seed; only the numerical encoder differs.</p>
 {table}
 {figure}
-<p>Left: where the price lies on the learned mesh, in intervals; the ticks are the mesh edges. The coordinate is the same
-in every placement. Right: the mean logit over {probes} test rows as price and placement are replaced, centred; dashed,
+<p>Left: where the price lies on the learned mesh, in intervals; the ticks are the mesh edges. The coordinate is the
+same in every placement. Right: the mean logit over {probes} test rows as price and placement are replaced, centred; dashed,
 the response that generated the clicks.</p></html>
 """
 
@@ -69,11 +70,12 @@ def response_figure(artifact: ModelArtifact, test_rows: Path) -> str:
 
 
 def _mesh_position(artifact: ModelArtifact, prices: np.ndarray) -> np.ndarray:
-    mesh = artifact.model.encoder.mesh
-    values = torch.zeros(len(prices), artifact.model.encoder.n_values, dtype=torch.float64)
+    encoder = artifact.model.encoder
+    assert isinstance(encoder, ScalarLens)
+    values = torch.zeros(len(prices), encoder.n_values, dtype=torch.float64)
     values[:, 0] = torch.from_numpy(prices)
     with torch.no_grad():
-        interval, part = mesh.locate(values)
+        interval, part = encoder.mesh.locate(values)
     position: np.ndarray = (interval + part)[:, 0].numpy()
     return position
 

@@ -52,7 +52,9 @@ class Panel:
         for value, label in self._x_ticks(x_low, x_high):
             x = across(np.array(value))
             parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="grid"/>')
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" class="tick" text-anchor="middle">{label}</text>')
+            parts.append(
+                f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" class="tick" text-anchor="middle">{label}</text>'
+            )
         for value in _round_ticks(y_low, y_high):
             y = down(np.array(value))
             parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
@@ -63,10 +65,10 @@ class Panel:
             parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{base - 9}" y2="{base}" class="mark"/>')
         parts += [self._polyline(line, across, down) for line in self.lines]
         middle = (TOP + HEIGHT - BOTTOM) / 2
-        parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" class="axis">{escape(self.x_label)}</text>')
         parts.append(
-            f'<text transform="translate(14 {middle}) rotate(-90)" class="axis">{escape(self.y_label)}</text>'
+            f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" class="axis">{escape(self.x_label)}</text>'
         )
+        parts.append(f'<text transform="translate(14 {middle}) rotate(-90)" class="axis">{escape(self.y_label)}</text>')
         return "\n".join([*parts, *self._legend()])
 
     def _place(self, x: np.ndarray) -> np.ndarray:
@@ -88,7 +90,8 @@ class Panel:
         for row, line in enumerate(line for line in self.lines if line.label):
             y = TOP + 14 + 16 * row
             dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-            parts.append(f'<line x1="{LEFT + 8}" x2="{LEFT + 30}" y1="{y}" y2="{y}" stroke="{line.color}" stroke-width="2"{dash}/>')
+            stroke = f'stroke="{line.color}" stroke-width="2"{dash}'
+            parts.append(f'<line x1="{LEFT + 8}" x2="{LEFT + 30}" y1="{y}" y2="{y}" {stroke}/>')
             parts.append(f'<text x="{LEFT + 36}" y="{y + 4}" class="tick">{escape(line.label)}</text>')
         return parts
 
@@ -103,7 +106,9 @@ STYLE = (
 def figure(panels: Sequence[Panel], description: str) -> str:
     """Panels side by side as one SVG document on a white ground."""
     width = WIDTH * len(panels)
-    groups = "\n".join(f'<g transform="translate({WIDTH * i} 0)">{panel.render()}</g>' for i, panel in enumerate(panels))
+    groups = "\n".join(
+        f'<g transform="translate({WIDTH * i} 0)">{panel.render()}</g>' for i, panel in enumerate(panels)
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" role="img">'
         f"<title>{escape(description)}</title><style>{STYLE}</style>"

@@ -47,7 +47,9 @@ def randomised(encoder: ScalarLens, seed: int = 3) -> ScalarLens:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in encoder.parameters():
-            parameter += AMPLITUDE * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+            parameter += AMPLITUDE * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+                parameter
+            )
     return encoder
 
 

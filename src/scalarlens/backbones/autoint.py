@@ -75,9 +75,7 @@ class AutoInt(TokenBackbone):
     ) -> None:
         super().__init__(n_values, n_categories, embedding_dim, tower)
         width = self.n_fields * embedding_dim
-        self.attention = nn.Sequential(
-            *(FieldAttention(embedding_dim, heads) for _ in range(attention_layers))
-        )
+        self.attention = nn.Sequential(*(FieldAttention(embedding_dim, heads) for _ in range(attention_layers)))
         self.head = nn.Linear(width, 1)
         self.mlp = tower.to_logit(width)
 

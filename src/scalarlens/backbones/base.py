@@ -60,18 +60,14 @@ class Backbone(nn.Module):
         self.n_fields = n_values + n_categories
         self.tower = tower
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
 
 class TokenBackbone(Backbone):
     """A backbone that treats all field tokens alike: numerical first, then categorical."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         return self.score(torch.cat([value_tokens, category_tokens], dim=1))
 
     def score(self, tokens: Tensor) -> Tensor:

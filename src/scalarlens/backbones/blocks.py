@@ -61,9 +61,7 @@ class FirstOrderBackbone(TokenBackbone):
         super().__init__(n_values, n_categories, embedding_dim, tower)
         self.linear = LinearBranch(n_values, embedding_dim)
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         if category_weights is None:
             raise UsageError(
                 f"{type(self).__name__} has a linear branch and needs category_weights [B, C]; got None; "

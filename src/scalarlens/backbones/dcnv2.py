@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from scalarlens.backbones.base import Tower, TokenBackbone, backbones
+from scalarlens.backbones.base import TokenBackbone, Tower, backbones
 
 
 @backbones.register("dcnv2")

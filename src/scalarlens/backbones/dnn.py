@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from scalarlens.backbones.base import Tower, TokenBackbone, backbones
+from scalarlens.backbones.base import TokenBackbone, Tower, backbones
 
 
 @backbones.register("dnn")

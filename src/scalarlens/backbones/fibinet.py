@@ -25,9 +25,7 @@ class PairwiseBilinear(nn.Module):
         super().__init__()
         #: pairs that each first field has
         self.sizes = list(range(n_fields - 1, 0, -1))
-        self.weight = nn.Parameter(
-            torch.randn(embedding_dim, sum(self.sizes), embedding_dim) * embedding_dim**-0.5
-        )
+        self.weight = nn.Parameter(torch.randn(embedding_dim, sum(self.sizes), embedding_dim) * embedding_dim**-0.5)
 
     def forward(self, tokens: Tensor) -> list[Tensor]:
         # One matrix product per first field, on views of the tokens: no gather as large as all pairs, and no
@@ -83,9 +81,7 @@ class FiBiNet(TokenBackbone):
     ) -> None:
         super().__init__(n_values, n_categories, embedding_dim, tower)
         if self.n_fields < 2:
-            raise UsageError(
-                f"fibinet reads pairs of fields only and needs two; got {self.n_fields}; use 'dnn'"
-            )
+            raise UsageError(f"fibinet reads pairs of fields only and needs two; got {self.n_fields}; use 'dnn'")
         self.importance = FieldImportance(self.n_fields, reduction)
         self.bilinear = PairwiseBilinear(self.n_fields, embedding_dim)
         self.rescaled_bilinear = PairwiseBilinear(self.n_fields, embedding_dim)
@@ -93,7 +89,5 @@ class FiBiNet(TokenBackbone):
 
     def score(self, tokens: Tensor) -> Tensor:
         rescaled = tokens * self.importance(tokens).unsqueeze(-1)
-        logits: Tensor = self.mlp(
-            torch.cat([*self.bilinear(tokens), *self.rescaled_bilinear(rescaled)], dim=-1)
-        )
+        logits: Tensor = self.mlp(torch.cat([*self.bilinear(tokens), *self.rescaled_bilinear(rescaled)], dim=-1))
         return logits.squeeze(-1)

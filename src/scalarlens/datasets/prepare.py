@@ -22,6 +22,7 @@ from scalarlens.table.statistics import StatisticsBuilder, TrainingStatistics
 from scalarlens.table.stored import save_statistics
 from scalarlens.table.tensorizer import Tensorizer, require_columns, schema_cells
 
+
 def prepare(schema: Schema, parts: Sequence[Part], out: str | Path) -> PreparedTable:
     """Prepare tables whose rows know their split; the statistics are those of the training rows alone."""
     out = Path(out)

@@ -64,7 +64,7 @@ class PackedSplit:
         scale: Callable[[Tensor], Tensor] | None = None,
     ) -> PackedSplit:
         """A split of arrays in memory, without narrowing."""
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "values": np.asarray(values, np.float64),
             "category_ids": np.asarray(category_ids, np.int64),
             "labels": np.asarray(labels, np.uint8)[:, None],

@@ -24,9 +24,7 @@ class BadCell(DataError):
 
     def __init__(self, column: str, problem: str, row: int, count: int = 1) -> None:
         self.column, self.problem, self.row, self.count = column, problem, row, count
-        super().__init__(
-            f"column {column!r}: {problem} at row {row}" + (f" and {count - 1} more" * (count > 1))
-        )
+        super().__init__(f"column {column!r}: {problem} at row {row}" + (f" and {count - 1} more" * (count > 1)))
 
 
 def numbers(cells: pa.Array, column: str, missing: Sequence[str | float] = ()) -> np.ndarray:
@@ -42,12 +40,13 @@ def numbers(cells: pa.Array, column: str, missing: Sequence[str | float] = ()) -
     if pa.types.is_string(kind):
         markers = [marker for marker in missing if isinstance(marker, str)]
         values = _parse(_nullify(pc.utf8_trim_whitespace(cells), markers), column)
-    elif _is_number(kind) or pa.types.is_boolean(kind):
-        # Arrow's own step from decimals misses the nearest float; its text of a decimal does not.
-        through = (
-            pa.int8() if pa.types.is_boolean(kind) else pa.string() if pa.types.is_decimal(kind) else kind
-        )
-        values = cells.cast(through).cast(pa.float64(), safe=False)
+    elif pa.types.is_decimal(kind):
+        # Arrow's own step from a decimal often misses the nearest float; its step from text does not.
+        values = cells.cast(pa.string()).cast(pa.float64())
+    elif pa.types.is_boolean(kind):
+        values = cells.cast(pa.int8()).cast(pa.float64())
+    elif _is_number(kind):
+        values = cells.cast(pa.float64(), safe=False)
     else:
         raise DataError(f"column {column!r} holds {kind}, which is not a number; convert it or leave it out")
     array = values.to_numpy(zero_copy_only=False).astype(np.float64, copy=True)
@@ -78,7 +77,7 @@ def texts(cells: pa.Array, column: str, missing: Sequence[str] = ()) -> pa.Array
 
 
 def labels(cells: pa.Array, column: str) -> np.ndarray:
-    """float32 `[rows]` of 0 and 1, from numbers, booleans or texts such as "1", "0.0" and "true"; none missing.
+    """float32 `[rows]` of 0 and 1, from numbers, booleans or texts like "1", "0.0" and "true"; none missing.
 
     >>> labels(pa.array(["1", "0.0", "True"]), "clicked").tolist()
     [1.0, 0.0, 1.0]
@@ -145,9 +144,7 @@ def from_objects(values: Sequence[Any], column: str) -> pa.Array:
     try:
         return pa.array([_text_of(value, column) for value in values], pa.string())
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise DataError(
-            f"column {column!r} holds a value that is neither a number nor a text: {error}"
-        ) from error
+        raise DataError(f"column {column!r} holds a value that is neither a number nor a text: {error}") from error
 
 
 def _text_of(value: Any, column: str) -> str | None:

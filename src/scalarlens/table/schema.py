@@ -7,7 +7,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Schema:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the model's inputs: numeric first, then categorical."""
-        return tuple(column.name for column in (*self.numeric, *self.categorical))
+        return (*(column.name for column in self.numeric), *(column.name for column in self.categorical))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -87,7 +87,8 @@ class Schema:
         lines = [f"{key} = {_toml(getattr(self, key))}" for key in _SCALARS if getattr(self, key)]
         for kind in ("numeric", "categorical"):
             lines += ["", f"[{kind}]"]
-            for column in getattr(self, kind):
+            columns: tuple[NumericColumn | CategoricalColumn, ...] = getattr(self, kind)
+            for column in columns:
                 note = notes.get(column.name)
                 entry = ", ".join(f"{key} = {_toml(value)}" for key, value in _options(column).items())
                 body = f"{{ {entry} }}" if entry else "{}"
@@ -109,7 +110,7 @@ class Schema:
             if key not in (*_SCALARS, "numeric", "categorical"):
                 raise unknown_name(f"key in {source}", key, (*_SCALARS, "numeric", "categorical"))
         if not isinstance(tables.get("label"), str):
-            raise UsageError(f"{source} needs `label = \"...\"`, the column to predict; got {tables.get('label')!r}")
+            raise UsageError(f'{source} needs `label = "..."`, the column to predict; got {tables.get("label")!r}')
         for key in ("group", "time"):
             if not isinstance(tables.get(key), str | None):
                 raise UsageError(f"{source}: {key} must be the name of a column; got {tables[key]!r}")
@@ -149,11 +150,7 @@ _SCALARS = ("label", "group", "time", "missing")
 
 def _options(column: NumericColumn | CategoricalColumn) -> dict[str, Any]:
     defaults = type(column)(column.name)
-    return {
-        key: value
-        for key, value in vars(column).items()
-        if key != "name" and value != getattr(defaults, key)
-    }
+    return {key: value for key, value in vars(column).items() if key != "name" and value != getattr(defaults, key)}
 
 
 def _entries(tables: Mapping[str, Any], kind: str, source: str) -> list[tuple[str, dict[str, Any]]]:
@@ -165,12 +162,14 @@ def _entries(tables: Mapping[str, Any], kind: str, source: str) -> list[tuple[st
             raise UsageError(f"{source}: each entry of {kind} needs a name; got {given!r}")
         return [(item["name"], {k: v for k, v in item.items() if k != "name"}) for item in named]
     if not isinstance(given, dict) or not all(isinstance(options, dict) for options in given.values()):
-        raise UsageError(f"{source}: [{kind}] holds lines such as `price = {{ unit = \"EUR\" }}`; got {given!r}")
+        raise UsageError(f'{source}: [{kind}] holds lines such as `price = {{ unit = "EUR" }}`; got {given!r}')
     return list(given.items())
 
 
-def _column(kind: type, name: str, options: dict[str, Any], source: str) -> Any:
-    known = [key for key in kind.__dataclass_fields__ if key != "name"]
+def _column(
+    kind: type[NumericColumn] | type[CategoricalColumn], name: str, options: dict[str, Any], source: str
+) -> Any:
+    known = [entry.name for entry in fields(kind) if entry.name != "name"]
     for key in options:
         if key not in known:
             raise unknown_name(f"option of column {name!r} in {source}", key, known)

@@ -76,7 +76,7 @@ def _load_vocabularies(path: Path, refuse: type[ScalarLensError]) -> tuple[Vocab
     starts = np.flatnonzero(np.diff(field, prepend=-1))
     if not np.array_equal(field[starts], np.arange(len(starts))) or (count < 0).any():
         raise refuse(f"{path}: fields must be numbered from 0 in order, with counts from 0")
-    vocabularies = []
+    vocabularies: list[Vocabulary] = []
     for start, stop in zip(starts, [*starts[1:], len(field)], strict=True):
         head, kept = texts[start : start + 2], texts[start + 2 : stop]
         if head != [None, None] or None in kept or len(set(kept)) != len(kept):

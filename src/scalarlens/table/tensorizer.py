@@ -140,12 +140,8 @@ class Tensorizer:
 def schema_cells(schema: Schema, table: pa.Table | pa.RecordBatch) -> tuple[np.ndarray, list[pa.Array]]:
     """The cells of a schema's columns: float64 `[rows, N]` with NaN, and a string array with null per category."""
     require_columns(schema.features, table.schema.names)
-    numeric = [
-        cells.numbers(table.column(c.name), c.name, (*schema.missing, *c.missing)) for c in schema.numeric
-    ]
-    categorical = [
-        cells.texts(table.column(c.name), c.name, (*schema.missing, *c.missing)) for c in schema.categorical
-    ]
+    numeric = [cells.numbers(table.column(c.name), c.name, (*schema.missing, *c.missing)) for c in schema.numeric]
+    categorical = [cells.texts(table.column(c.name), c.name, (*schema.missing, *c.missing)) for c in schema.categorical]
     values = np.stack(numeric, axis=1) if numeric else np.empty((table.num_rows, 0))
     return values, categorical
 
@@ -154,8 +150,10 @@ def require_columns(wanted: Sequence[str], present: Sequence[str]) -> None:
     """Refuse a table that lacks a column or has one of them twice."""
     absent = [name for name in wanted if name not in present]
     if absent:
-        raise DataError(f"missing column{'s' * (len(absent) > 1)} {', '.join(map(repr, absent))}; the table has "
-                        f"{', '.join(map(repr, present)) or 'no columns'}")
+        raise DataError(
+            f"missing column{'s' * (len(absent) > 1)} {', '.join(map(repr, absent))}; the table has "
+            f"{', '.join(map(repr, present)) or 'no columns'}"
+        )
     twice = [name for name in wanted if list(present).count(name) > 1]
     if twice:
         raise DataError(f"column {twice[0]!r} occurs twice in the table; its cells are ambiguous")

@@ -199,7 +199,7 @@ def _adam(model: CtrModel, recipe: Recipe) -> torch.optim.Adam:
     tables = [p for name, p in model.named_parameters() if name.startswith("categor")]
     ids = {id(parameter) for parameter in tables}
     others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    groups = [{"params": others}, {"params": tables, "weight_decay": recipe.embedding_l2}]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": tables, "weight_decay": recipe.embedding_l2}]
     return torch.optim.Adam(groups, lr=recipe.learning_rate, fused=True)
 
 

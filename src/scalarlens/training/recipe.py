@@ -31,17 +31,28 @@ class Recipe(Tower):
     plateau_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        positive = ("embedding_dim", "batch_size", "learning_rate", "patience", "max_epochs")
-        unit = ("averaging", "dropout")
-        problems = [f"{name} must be above 0; got {getattr(self, name)!r}" for name in positive if getattr(self, name) <= 0]
-        problems += [f"{name} must be in [0, 1); got {getattr(self, name)!r}" for name in unit if not 0 <= getattr(self, name) < 1]
-        problems += [f"{name} must be 0 or more; got {getattr(self, name)!r}" for name in ("embedding_l2", "category_std") if getattr(self, name) < 0]
-        if not 0 < self.plateau_factor <= 1:
-            problems.append(f"plateau_factor must be in (0, 1]; got {self.plateau_factor!r}")
-        if any(width < 1 for width in self.hidden):
-            problems.append(f"hidden widths must be above 0; got {self.hidden!r}")
-        if problems:
-            raise UsageError("recipe: " + "; ".join(problems))
+        bounds = {
+            "above 0": lambda x: x > 0,
+            "0 or more": lambda x: x >= 0,
+            "in [0, 1)": lambda x: 0 <= x < 1,
+            "in (0, 1]": lambda x: 0 < x <= 1,
+            "widths above 0": lambda widths: all(width > 0 for width in widths),
+        }
+        wanted = {
+            **dict.fromkeys(("embedding_dim", "batch_size", "learning_rate", "patience", "max_epochs"), "above 0"),
+            **dict.fromkeys(("embedding_l2", "category_std"), "0 or more"),
+            **dict.fromkeys(("averaging", "dropout"), "in [0, 1)"),
+            "plateau_factor": "in (0, 1]",
+            "hidden": "widths above 0",
+        }
+        values = vars(self)
+        broken = [
+            f"{key} must be {rule}; got {values[key]!r}"
+            for key, rule in wanted.items()
+            if not bounds[rule](values[key])
+        ]
+        if broken:
+            raise UsageError("recipe: " + "; ".join(broken))
 
     @property
     def tower(self) -> Tower:
