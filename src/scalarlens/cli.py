@@ -222,6 +222,9 @@ def _add_train(commands: Any) -> None:
         help="encoder.rank=8, backbone.cross_layers=2, recipe.averaging=0.99, ...; may be repeated",
     )
     parser.add_argument("--resume", action="store_true", help="continue what --out holds of this run")
+    parser.add_argument(
+        "--checkpoint-seconds", type=float, metavar="N", help="time between checkpoints; 0 writes one after every batch"
+    )
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events under --out")
     _device_option(parser)
 
@@ -231,8 +234,9 @@ def _train(chosen: argparse.Namespace) -> None:
     from scalarlens.progress import Reporter
 
     job, device = _job(chosen), choose_device(chosen.device)
+    every = {} if chosen.checkpoint_seconds is None else {"checkpoint_seconds": chosen.checkpoint_seconds}
     with Reporter(chosen.quiet, folder=chosen.out, tensorboard=chosen.tensorboard) as reporter:
-        artifact = train(job, chosen.out, device=device, resume=chosen.resume, progress=reporter.progress)
+        artifact = train(job, chosen.out, device=device, resume=chosen.resume, progress=reporter.progress, **every)
     if chosen.json:
         _print_json({"artifact": str(chosen.out / "artifact"), **artifact.metrics})
     else:

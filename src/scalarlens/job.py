@@ -19,10 +19,12 @@ from scalarlens.table.batches import PackedSplit
 from scalarlens.table.tensorizer import InputScale, Tensorizer
 from scalarlens.training import Recipe, fit
 from scalarlens.training.checkpoint import CHECKPOINT_FILE
-from scalarlens.training.loop import Progress
+from scalarlens.training.loop import CHECKPOINT_SECONDS, Progress
 
 RUN_FILE = "run.json"
 ARTIFACT_FOLDER = "artifact"
+#: what the generators of both PyTorch and NumPy take
+LARGEST_SEED = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Job:
     recipe: Recipe
     input_scale: InputScale
     seed: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < LARGEST_SEED:
+            raise UsageError(f"a seed is a whole number from 0 and below 2**63; got {self.seed!r}")
 
     def identity(self, data_digest: str) -> dict[str, Any]:
         """Two jobs with the same identity end in the same bits on the same machine."""
@@ -58,7 +64,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def train(
-    job: Job, out: Path, *, device: torch.device, resume: bool = False, progress: Progress | None = None
+    job: Job,
+    out: Path,
+    *,
+    device: torch.device,
+    resume: bool = False,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    progress: Progress | None = None,
 ) -> ModelArtifact:
     """Train a job into a run folder; with `resume`, continue what the folder holds of it."""
     table = PreparedTable(job.data)
@@ -73,7 +85,16 @@ def train(
     model = CtrModel.build(job.spec, tensorizer.encoder_statistics).to(device)
     train_split = table.split("train", tensorizer.scale).to(device)
     valid_split = table.split("valid", tensorizer.scale).to(device)
-    result = fit(model, train_split, valid_split, job.recipe, seed=job.seed, folder=out, progress=progress)
+    result = fit(
+        model,
+        train_split,
+        valid_split,
+        job.recipe,
+        seed=job.seed,
+        folder=out,
+        checkpoint_seconds=checkpoint_seconds,
+        progress=progress,
+    )
     judged = {f"valid_{name}": value for name, value in evaluate(model, valid_split).items()}
     artifact = seal(
         model.cpu(),
@@ -105,7 +126,7 @@ def _claim(out: Path, identity: dict[str, Any], resume: bool) -> None:
         raise UsageError(f"{out} already holds a run; continue it with --resume, or choose another --out")
     if started and (out / RUN_FILE).exists():
         theirs = read_json(out / RUN_FILE, UsageError)
-        differing = sorted(key for key in identity if theirs.get(key) != identity[key])
+        differing = sorted(_differing(theirs, identity))
         if differing:
             raise UsageError(
                 f"{out} holds a run with another {', '.join(differing)}; repeat its options, or choose another --out"
@@ -117,3 +138,11 @@ def _claim(out: Path, identity: dict[str, Any], resume: bool) -> None:
         raise UsageError(f"{out} is a file; --out names a folder")
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RUN_FILE, identity)
+
+
+def _differing(theirs: Any, ours: Any, path: str = "") -> set[str]:
+    """Dotted names of the leaves in which two documents are not the same."""
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return set() if theirs == ours else {path}
+    parts = ((f"{path}.{key}".lstrip("."), key) for key in theirs.keys() | ours.keys())
+    return {name for part, key in parts for name in _differing(theirs.get(key), ours.get(key), part)}

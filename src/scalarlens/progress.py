@@ -21,7 +21,8 @@ class Reporter:
     def __init__(self, quiet: bool, *, folder: Path | None = None, tensorboard: bool = False, title: str = "") -> None:
         self._line = not quiet and sys.stderr.isatty()
         self._folder, self._title = folder, title
-        self._writer = _tensorboard(folder / "tensorboard") if tensorboard and folder is not None else None
+        self._open_writer = _tensorboard() if tensorboard else None
+        self._writer: Any = None
         self._began = self._shown = time.monotonic()
         self._epoch = 0
         self.seconds = 0.0
@@ -54,7 +55,9 @@ class Reporter:
         if self._folder is not None:
             with (self._folder / TIMINGS_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"epoch": entry["epoch"], "seconds": round(seconds, 3), "rows": rows}) + "\n")
-        if self._writer is not None:
+        if self._open_writer is not None and self._folder is not None:
+            # Opened late: a folder that holds events before its run has begun would be taken for somebody else's.
+            self._writer = self._writer or self._open_writer(str(self._folder / "tensorboard"))
             for name in ("train_loss", "valid_auc", "valid_log_loss", "learning_rate"):
                 self._writer.add_scalar(name, entry[name], entry["epoch"])
         if self._line:
@@ -68,9 +71,9 @@ class Reporter:
         print(f"\r\x1b[K{self._title}{text}", end=end, file=sys.stderr, flush=True)
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise MissingExtra("tensorboard", "tensorboard", "--tensorboard") from None
-    return SummaryWriter(str(folder))
+    return SummaryWriter

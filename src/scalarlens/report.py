@@ -30,8 +30,8 @@ and share backbone, recipe and seed; only the numerical encoder differs.</p>
 {table}
 {figure}
 <p>Left: where the price lies on the learned mesh, in intervals; the ticks are the mesh edges. The coordinate is the
-same in every placement. Right: the mean logit over {probes} test rows as price and placement are replaced, centred; dashed,
-the response that generated the clicks.</p></html>
+same in every placement. Right: the mean logit over {probes} test rows as price and placement are replaced, centred;
+dashed, the response that generated the clicks.</p></html>
 """
 
 

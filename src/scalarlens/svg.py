@@ -11,7 +11,7 @@ import numpy as np
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 WIDTH, HEIGHT = 460, 320
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 46
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 52, 46
 
 
 @dataclass
@@ -87,12 +87,13 @@ class Panel:
 
     def _legend(self) -> list[str]:
         parts = []
-        for row, line in enumerate(line for line in self.lines if line.label):
-            y = TOP + 14 + 16 * row
+        left = LEFT
+        for line in (line for line in self.lines if line.label):
             dash = ' stroke-dasharray="5 4"' if line.dashed else ""
             stroke = f'stroke="{line.color}" stroke-width="2"{dash}'
-            parts.append(f'<line x1="{LEFT + 8}" x2="{LEFT + 30}" y1="{y}" y2="{y}" {stroke}/>')
-            parts.append(f'<text x="{LEFT + 36}" y="{y + 4}" class="tick">{escape(line.label)}</text>')
+            parts.append(f'<line x1="{left}" x2="{left + 20}" y1="36" y2="36" {stroke}/>')
+            parts.append(f'<text x="{left + 25}" y="40" class="tick">{escape(line.label)}</text>')
+            left += 45 + 6 * len(line.label)
         return parts
 
 

@@ -28,9 +28,7 @@ class Wide(LinearConsumer):
 
     first_order = True
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         assert category_weights is not None
         return super().forward(value_tokens, category_tokens) + category_weights.sum(1)
 
@@ -80,9 +78,7 @@ class Probability(LinearConsumer):
 class MeanOfCategories(LinearConsumer):
     """The mean over no category is NaN."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         return super().forward(value_tokens, category_tokens) + category_tokens.mean((1, 2))
 
 
@@ -125,9 +121,7 @@ class ShortCutForOneRow(LinearConsumer):
 class FlatView(LinearConsumer):
     """Takes for granted that rows lie one after the other in memory."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         return super().forward(value_tokens.view(-1).view(value_tokens.shape), category_tokens)
 
 
@@ -152,9 +146,7 @@ class DetachedBias(LinearConsumer):
 class ScalesTokensInPlace(LinearConsumer):
     """Writes into the tokens that it was handed."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         return super().forward(value_tokens.mul_(0.5), category_tokens)
 
 
@@ -162,9 +154,7 @@ class ScalesTokensInPlace(LinearConsumer):
 class ClearsWeightsInPlace(Wide):
     """Writes into the category weights after it has read them."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         logits = super().forward(value_tokens, category_tokens, category_weights)
         assert category_weights is not None
         category_weights.zero_()
@@ -189,9 +179,7 @@ class TakesValues(LinearConsumer):
 class SkipsLastCategory(LinearConsumer):
     """One categorical field counts for nothing; part of its weights still learns from the others."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         if self.n_categories:
             category_tokens = torch.cat([category_tokens[:, :-1], category_tokens[:, :1]], dim=1)
         return super().forward(value_tokens, category_tokens)
@@ -201,9 +189,7 @@ class SkipsLastCategory(LinearConsumer):
 class DetachesNumbers(LinearConsumer):
     """No gradient flows back into the numerical tokens."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         return super().forward(value_tokens.detach(), category_tokens)
 
 
@@ -211,9 +197,7 @@ class DetachesNumbers(LinearConsumer):
 class IgnoresWeights(Wide):
     """Declares a linear branch and does not use the weights of categories."""
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         return super().forward(value_tokens, category_tokens, torch.zeros_like(value_tokens[:, :0, 0]))
 
 
@@ -223,9 +207,7 @@ class UndeclaredWeights(Wide):
 
     first_order = False
 
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         if category_weights is None:
             category_weights = torch.zeros_like(category_tokens[..., 0])
         return super().forward(value_tokens, category_tokens, category_weights)
@@ -353,9 +335,7 @@ class NeverNormalizes(Dnn):
 class SwallowsTypos(LinearConsumer):
     """Any option is accepted and none is read."""
 
-    def __init__(
-        self, n_values: int, n_categories: int, embedding_dim: int, tower: Tower, **options: object
-    ) -> None:
+    def __init__(self, n_values: int, n_categories: int, embedding_dim: int, tower: Tower, **options: object) -> None:
         super().__init__(n_values, n_categories, embedding_dim, tower)
 
 
@@ -363,9 +343,7 @@ class SwallowsTypos(LinearConsumer):
 class PositionalOption(LinearConsumer):
     """An option that the registry does not see."""
 
-    def __init__(
-        self, n_values: int, n_categories: int, embedding_dim: int, tower: Tower, layers: int = 3
-    ) -> None:
+    def __init__(self, n_values: int, n_categories: int, embedding_dim: int, tower: Tower, layers: int = 3) -> None:
         super().__init__(n_values, n_categories, embedding_dim, tower)
 
 

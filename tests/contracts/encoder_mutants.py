@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalarlens.encoders.base import Source
 from scalarlens.encoders.deer import Deer
 from scalarlens.encoders.linear import Linear
 from scalarlens.encoders.scalarlens import ScalarLens, Trace
@@ -478,7 +477,14 @@ class NoShape(Linear):
 class SureBeyondOne(Linear):
     """A confidence above one."""
 
-    source = Source(citation="a paper", basis="a guess", fidelity=95.0, legitimacy=1.0)
+    source = replace(Linear.source, fidelity=95.0)
+
+
+@MUTANTS.breaks(contract.check_documented_with_shape_example_and_source)
+class NoCitation(Linear):
+    """Says nothing of where it comes from."""
+
+    source = replace(Linear.source, citation="")
 
 
 @MUTANTS.breaks(contract.check_size_does_not_follow_the_number_of_rows)

@@ -1,4 +1,4 @@
-"""Every registered encoder meets every contract, and every contract alone rejects the mutants made for it."""
+"""Every registered encoder meets every contract, and a contract alone rejects the mutants made for it."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ from scalarlens.metrics import (
 )
 
 Metric = Callable[..., float]
-few_examples = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False
-)
+few_examples = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
 
 def clicks(seed: int, rows: int = 400, slope: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -249,8 +247,7 @@ def calibration_error_by_loop(labels: np.ndarray, probabilities: np.ndarray, bin
         members.setdefault(math.floor(middle * bins / n), []).extend(np.flatnonzero(probabilities == value))
     assert all(0 <= index < bins for index in members)
     return sum(
-        len(rows) / n * abs(float(probabilities[rows].mean()) - float(labels[rows].mean()))
-        for rows in members.values()
+        len(rows) / n * abs(float(probabilities[rows].mean()) - float(labels[rows].mean())) for rows in members.values()
     )
 
 
@@ -286,9 +283,7 @@ def check_calibration_error_sees_crowded_small_probabilities(metric: Metric) -> 
     assert metric(labels, probabilities, bins=10) == pytest.approx(0.02, abs=1e-14)
 
 
-def calibration_error_of_bins(
-    assign: Callable[[np.ndarray, int], np.ndarray], combine: str = "rows"
-) -> Metric:
+def calibration_error_of_bins(assign: Callable[[np.ndarray, int], np.ndarray], combine: str = "rows") -> Metric:
     """A calibration error with another rule for the bin of each row, or another way to combine the bins."""
 
     def wrong(labels: np.ndarray, probabilities: np.ndarray, *, bins: int) -> float:
@@ -371,11 +366,22 @@ def check_slope_where_plain_newton_diverges(metric: Metric) -> None:
 
 
 def check_slope_is_the_same_for_copied_rows(metric: Metric) -> None:
-    """With many rows the last Newton steps change the loss by less than its rounding."""
     for seed in range(12):
         labels, logits = clicks(seed, rows=300)
         once = metric(labels, logits)
         assert metric(np.tile(labels, 40), np.tile(logits, 40)) == pytest.approx(once, rel=1e-11)
+
+
+def check_slope_where_the_loss_stalls_in_rounding(metric: Metric) -> None:
+    """Here the last steps change the loss by less than its last digit: it need not fall to be at its minimum."""
+    for cells, negatives, positives in (
+        ([-36.0, 0.0, 36.0], [3, 1, 10], [1, 2, 0]),
+        ([-2.0, 0.0, 1.0], [3, 10, 3], [1, 2, 2]),
+        ([-30.0, 1.0, 30.0], [10, 10, 10], [2, 2, 0]),
+    ):
+        logits = np.repeat(cells * 2, negatives + positives)
+        labels = np.repeat([0, 1], [sum(negatives), sum(positives)])
+        assert metric(labels, logits) == pytest.approx(slope_by_root_finding(labels, logits), abs=1e-11)
 
 
 def check_slope_beside_a_saturated_row(metric: Metric) -> None:
@@ -490,6 +496,7 @@ CHECKS: list[tuple[Callable[[Metric], None], Metric, list[Metric]]] = [
     (check_slope_scales_inversely, calibration_slope, [lambda y, z: calibration_slope(y, np.sign(z))]),
     (check_slope_where_plain_newton_diverges, calibration_slope, [plain_newton]),
     (check_slope_is_the_same_for_copied_rows, calibration_slope, [slope_with_a_penalty]),
+    (check_slope_where_the_loss_stalls_in_rounding, calibration_slope, [slope_after_one_step]),
     (check_slope_beside_a_saturated_row, calibration_slope, [plain_newton]),
     (check_slope_clips_saturated_logits, calibration_slope, [plain_newton]),
 ]

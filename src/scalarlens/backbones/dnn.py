@@ -13,6 +13,7 @@ class Dnn(TokenBackbone):
 
     *Shape*: tokens `[B, F, d]` -> logits `[B]`.
 
+    >>> import torch
     >>> Dnn(1, 1, 4, Tower(hidden=(8,)))(torch.ones(3, 1, 4), torch.ones(3, 1, 4)).shape
     torch.Size([3])
     """

@@ -13,6 +13,7 @@ class LinearConsumer(TokenBackbone):
 
     *Shape*: tokens `[B, F, d]` -> logits `[B]`.
 
+    >>> import torch
     >>> LinearConsumer(1, 1, 4, Tower())(torch.ones(3, 1, 4), torch.ones(3, 1, 4)).shape
     torch.Size([3])
     """

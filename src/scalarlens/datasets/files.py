@@ -66,9 +66,7 @@ class Table:
     columns: tuple[str, ...]
     files: tuple[TableFile, ...]
 
-    def batches(
-        self, columns: Sequence[str] | None = None, batch_rows: int = 65536
-    ) -> Iterator[pa.RecordBatch]:
+    def batches(self, columns: Sequence[str] | None = None, batch_rows: int = 65536) -> Iterator[pa.RecordBatch]:
         """The rows in order, at most `batch_rows` at a time, with the columns in the order asked for."""
         wanted = self.columns if columns is None else tuple(columns)
         self.require(wanted)
@@ -272,8 +270,7 @@ class _TextFile:
             pa.input_stream(self.path, compression=self._codec) as stream,
             io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="") as text,
         ):
-            lines = iter(lambda: text.readline(BLOCK_BYTES[-1]), "")
-            yield csv.reader(itertools.chain(lines, [_END]), delimiter=self._delimiter)
+            yield csv.reader(itertools.chain(_lines(text), [_END]), delimiter=self._delimiter)
 
     def _checked(self, header: list[str]) -> tuple[str, ...]:
         if not header or header == [_END]:
@@ -322,6 +319,13 @@ class _TextFile:
         return None if count == wanted else cells
 
 
+def _lines(text: io.TextIOWrapper) -> Iterator[str]:
+    for line in iter(lambda: text.readline(BLOCK_BYTES[-1]), ""):
+        if len(line) == BLOCK_BYTES[-1]:
+            raise csv.Error(f"its line has {len(line):,} characters or more")
+        yield line
+
+
 _NUL = "holds a NUL byte; save the table as UTF-8 text"
 
 
@@ -347,9 +351,7 @@ class _ParquetFile:
 
     def batches(self, columns: Sequence[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         with self._open() as file:
-            yield from _validated(
-                self.path, file.iter_batches(batch_rows, columns=list(dict.fromkeys(columns)))
-            )
+            yield from _validated(self.path, file.iter_batches(batch_rows, columns=list(dict.fromkeys(columns))))
 
     def count_rows(self) -> int:
         return self._n_rows

@@ -139,7 +139,7 @@ class FrozenMessage(ScalarLens):
 
 @encoders.register("stop-grad")
 class StopGrad(ScalarLens):
-    """No gradient leaves the heads for the tokens: `δ_f` and `g_f` come from a constant copy of `ē_f`.
+    """No gradient leaves the heads for the tokens: `(δ_f, g_f) = heads_f(sg(ē_f))` with a constant copy `sg(ē_f)`.
 
     NOTE[DIFF] The paper stops contextual gradients without saying where. Here tables and meshes learn nothing
     from the response, while heads, messages and readout do; the mesh learns through `ē_i` in the readout.

@@ -28,9 +28,10 @@ class AutoDis(ValueEncoder):
     """
 
     source = Source(
-        citation="Guo et al., An Embedding Learning Framework for Numerical Features in CTR Prediction, "
-        "KDD 2021",
+        citation="Guo et al., An Embedding Learning Framework for Numerical Features in CTR Prediction, KDD 2021",
         basis="public re-implementations of the full form",
+        hazards="For positive values the scores are proportional to the value: in raw units with a wide range the"
+        " softmax picks one meta-embedding for every large value, and its gradient vanishes.",
         fidelity=0.55,
         legitimacy=0.9,
     )

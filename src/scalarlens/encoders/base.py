@@ -16,7 +16,7 @@ Context = Literal["none", "categorical", "numerical", "all"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where an encoder comes from, and how sure we are that this is what its authors ran.
+    """Where an encoder comes from, what to beware of, and how sure we are that this is what its authors ran.
 
     `fidelity` is the confidence that the default equals what the ScalarLens paper compared with,
     `legitimacy` that it is a legitimate form of the method; both in [0, 1].
@@ -24,6 +24,7 @@ class Source:
 
     citation: str
     basis: str
+    hazards: str
     fidelity: float
     legitimacy: float
     statistics: tuple[str, ...] = ()

@@ -78,6 +78,8 @@ class BSpline(ValueEncoder):
     source = Source(
         citation=CITATION,
         basis="authors' code; uniform knots on the training range are inferred",
+        hazards="Knots are uniform on the training range, so on a heavy tail nearly all rows share one cell, where the "
+        "token is a cubic of a tiny number. Values beyond the range are clipped.",
         fidelity=0.65,
         legitimacy=0.85,
         statistics=("range",),
@@ -127,6 +129,8 @@ class BSplineArcsinh(ExactBuffers, ValueEncoder):
     source = Source(
         citation=CITATION,
         basis="authors' Criteo code; the rows of negative values come from the range; unranked",
+        hazards="Everything above the 99 % quantile is one value. Negative values are rows of a table, so that nearby "
+        "ones know nothing of each other.",
         fidelity=0.05,
         legitimacy=0.9,
         statistics=("range", "quantiles"),

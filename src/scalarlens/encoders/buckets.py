@@ -54,6 +54,8 @@ class QuantileBucket(ExactBuffers, ValueEncoder):
     source = Source(
         citation="equal-frequency discretisation",
         basis="definition; the number of buckets is ours",
+        hazards="Values next to each other can fall into different buckets, and the order of buckets is not known to"
+        " the table. Zero-inflated columns collapse to few buckets.",
         fidelity=0.5,
         legitimacy=0.95,
         statistics=("quantiles",),
@@ -99,6 +101,7 @@ class LogSquaredBucket(ValueEncoder):
     source = Source(
         citation="Juan, Zhuang and Chin, 3 Idiots' Approach for Display Advertising Challenge, 2014",
         basis="original code; the vocabulary comes from the range and the cap on negatives is ours",
+        hazards="Fractions share a bucket, and so do all standardised values near zero: it is meant for counts.",
         fidelity=0.85,
         legitimacy=0.97,
         statistics=("range",),

@@ -162,6 +162,8 @@ class Dae(AnchorEncoder):
     source = Source(
         citation=DAE_SOURCE,
         basis="reconstruction from the abstract; distances in units of the CDF",
+        hazards="Expected maxima of a sample follow outliers, so the upper anchors of a heavy tail lie far apart."
+        " Values beyond the outer anchors are one value.",
         fidelity=0.2,
         legitimacy=0.5,
         statistics=("range", "quantiles (anchors)"),
@@ -206,6 +208,8 @@ class DaeX(ExactBuffers, AnchorEncoder):
     source = Source(
         citation=DAE_SOURCE,
         basis="reconstruction from the ScalarLens paper's one line on DAE; distances in input units",
+        hazards="Distances are in input units: on a wide column the nearest anchor takes all the weight and the others "
+        "get no gradient.",
         fidelity=0.2,
         legitimacy=0.5,
         statistics=("range", "quantiles (anchors)"),

@@ -34,9 +34,7 @@ class QuantileInterpolation(NumericalEncoder):
 
     context = "categorical"
 
-    def __init__(
-        self, statistics: TrainingStatistics, n_categories: int, embedding_dim: int, anchors: int
-    ) -> None:
+    def __init__(self, statistics: TrainingStatistics, n_categories: int, embedding_dim: int, anchors: int) -> None:
         if anchors < 2:
             raise UsageError(f"anchors must be at least 2; got {anchors}")
         super().__init__(statistics, n_categories, embedding_dim)
@@ -82,6 +80,8 @@ class DaesGate(QuantileInterpolation):
     source = Source(
         citation=DAES_SOURCE,
         basis="reconstruction from the abstract; of two readings the one that fits the ScalarLens paper",
+        hazards="At an anchor only one weight is left and no gate can move the token. Small whole numbers often are "
+        "anchors.",
         fidelity=0.25,
         legitimacy=0.5,
         statistics=("quantiles",),
@@ -123,6 +123,7 @@ class DaesGateSoft(QuantileInterpolation):
     source = Source(
         citation=DAES_SOURCE,
         basis="reconstruction from the abstract; stronger than what the ScalarLens paper compared with",
+        hazards="The gate and the width of the kernel compete: a wide kernel forgets where the value lies.",
         fidelity=0.1,
         legitimacy=0.5,
         statistics=("quantiles",),
@@ -168,6 +169,7 @@ class DaesTran(QuantileInterpolation):
     source = Source(
         citation=DAES_SOURCE,
         basis="reconstruction from the abstract",
+        hazards="Attention over all categorical fields costs the square of their number, for every row.",
         fidelity=0.2,
         legitimacy=0.45,
         statistics=("quantiles",),

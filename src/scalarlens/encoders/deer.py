@@ -29,6 +29,8 @@ class Deer(NumericalEncoder):
     source = Source(
         citation="Cheng, Dynamic Explicit Embedding Representation for Numerical Features, CIKM 2022",
         basis="reconstruction from the ScalarLens paper's equations",
+        hazards="Rows beyond the training range are clipped and move no boundary. A uniform start on a heavy tail"
+        " leaves nearly all rows in one interval.",
         fidelity=0.5,
         legitimacy=0.65,
         statistics=("range", "quantiles (start of the mesh)"),

@@ -23,6 +23,8 @@ class Field(ValueEncoder):
     source = Source(
         citation="field embedding, as named in Guo et al., AutoDis, KDD 2021",
         basis="definition; the start is ours",
+        hazards="The token grows with the value: products of tokens grow with its square, and a raw heavy tail"
+        " saturates the logit.",
         fidelity=0.85,
         legitimacy=0.99,
     )

@@ -23,7 +23,13 @@ class Linear(ValueEncoder):
     True
     """
 
-    source = Source(citation=OFFICIAL, basis="official package rtdl_num_embeddings", fidelity=0.95, legitimacy=0.99)
+    source = Source(
+        citation=OFFICIAL,
+        basis="official package rtdl_num_embeddings",
+        hazards="The token grows with the value: on raw wide columns nothing trains.",
+        fidelity=0.95,
+        legitimacy=0.99,
+    )
 
     def __init__(self, statistics: TrainingStatistics, n_categories: int, embedding_dim: int) -> None:
         super().__init__(statistics, n_categories, embedding_dim)

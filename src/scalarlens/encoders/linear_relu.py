@@ -25,6 +25,8 @@ class LinearRelu(Linear):
     source = Source(
         citation=OFFICIAL,
         basis="official package rtdl_num_embeddings",
+        hazards="For a column of large positive numbers the sign of a weight decides whether its coordinate is ever on."
+        " Tokens that are never negative add up with one sign in pair sums.",
         fidelity=0.95,
         legitimacy=0.99,
     )

@@ -155,6 +155,7 @@ class NaryDisLite(NaryEncoder):
     source = Source(
         citation=NARY_SOURCE,
         basis="public implementations that pool the digits; the integer code is ours",
+        hazards="Neighbouring values can share no digit. A standardised column is coded to four decimal places.",
         fidelity=0.45,
         legitimacy=0.8,
         statistics=("range", "decimal places"),
@@ -202,6 +203,7 @@ class NaryDis(NaryEncoder):
     source = Source(
         citation=NARY_SOURCE,
         basis="reconstruction from the names of its two attentions; the integer code is ours",
+        hazards="Neighbouring values can share no digit. A standardised column is coded to four decimal places.",
         fidelity=0.3,
         legitimacy=0.6,
         statistics=("range", "decimal places"),

@@ -36,6 +36,8 @@ class Periodic(ValueEncoder):
     source = Source(
         citation=OFFICIAL,
         basis="official package rtdl_num_embeddings, without activation",
+        hazards="At large values neighbours get unrelated phases: the token is a hash, and a training step moves it"
+        " far. It is bounded, so nothing collapses.",
         fidelity=0.75,
         legitimacy=0.9,
     )
@@ -85,6 +87,7 @@ class Plr(Periodic):
     source = Source(
         citation=OFFICIAL,
         basis="official package rtdl_num_embeddings",
+        hazards="As for `periodic`; tokens that are never negative add up with one sign in pair sums.",
         fidelity=0.9,
         legitimacy=0.98,
     )

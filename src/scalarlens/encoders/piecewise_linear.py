@@ -12,9 +12,7 @@ from scalarlens.encoders.blocks import ExactBuffers, PerFieldLinear, quantile_ed
 from scalarlens.encoders.linear import OFFICIAL, Linear
 from scalarlens.table.statistics import TrainingStatistics
 
-TABM = (
-    "Gorishniy et al., TabM: Advancing Tabular Deep Learning with Parameter-Efficient Ensembling, ICLR 2025"
-)
+TABM = "Gorishniy et al., TabM: Advancing Tabular Deep Learning with Parameter-Efficient Ensembling, ICLR 2025"
 
 #: How far outside its range a value is followed, in bin widths: float32 tokens stay finite.
 FARTHEST = 2.0**60
@@ -89,6 +87,8 @@ class PleA(ValueEncoder):
     source = Source(
         citation=OFFICIAL,
         basis="official package rtdl_num_embeddings, version A; quantile bins are inferred",
+        hazards="The outer bins have no clamp: beyond the training range the token goes on in a straight line, steeply "
+        "where the outer bin is narrow. `clip_to_range` stops it.",
         fidelity=0.85,
         legitimacy=0.98,
         statistics=("quantiles",),
@@ -128,6 +128,8 @@ class PleReluBounded(PleA):
     source = Source(
         citation=OFFICIAL,
         basis="official package rtdl_num_embeddings, version A with activation; unranked",
+        hazards="Beyond the range it goes on as `ple-a` does; tokens that are never negative add up with one sign in"
+        " pair sums.",
         fidelity=0.1,
         legitimacy=0.98,
         statistics=("quantiles",),
@@ -151,6 +153,8 @@ class PleB(Linear):
     source = Source(
         citation=TABM,
         basis="official package rtdl_num_embeddings, version B",
+        hazards="The linear term is in the units of the input: on raw wide columns nothing trains. Beyond the range it "
+        "goes on as `ple-a` does.",
         fidelity=0.95,
         legitimacy=0.98,
         statistics=("quantiles",),
@@ -198,6 +202,7 @@ class PleRelu(PleB):
     source = Source(
         citation=OFFICIAL,
         basis="official package rtdl_num_embeddings, version B with activation, as the printed numbers imply",
+        hazards="As `linear`, which it is.",
         fidelity=0.9,
         legitimacy=0.6,
         statistics=("quantiles",),

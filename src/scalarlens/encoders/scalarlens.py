@@ -51,6 +51,8 @@ class ScalarLens(NumericalEncoder):
     source = Source(
         citation="Yao et al., ScalarLens",
         basis="the paper's equations; what they leave open is listed in docs/deviations.md",
+        hazards="As `deer` for the coordinate. Unseen categories reach the response as a neutral token. The response "
+        "costs several times what the coordinate does.",
         fidelity=0.8,
         legitimacy=0.99,
         statistics=("range", "quantiles (start of the mesh)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps(state)
     with replacing(folder / CHECKPOINT_FILE) as partial:
-        content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        partial.write_bytes(save(content, {"state": json.dumps(state)}))
+        partial.write_bytes(save(content, {"state": text, "sha256": _digest(content, text)}))
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -31,9 +33,20 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, json.loads(file.metadata()["state"])
+            text, promised = (file.metadata()[key] for key in ("state", "sha256"))
+        if _digest(tensors, text) != promised:
+            raise ValueError("its content does not have the digest it was written with")
+        return tensors, json.loads(text)
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
         raise ArtifactError(f"{path} is not an intact checkpoint: {error}; start again in another folder") from error
+
+
+def _digest(tensors: dict[str, Tensor], text: str) -> str:
+    sha = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        sha.update(f"\n{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
+        sha.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -57,17 +57,19 @@ def fit(
     *,
     seed: int,
     folder: Path | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: Progress | None = None,
 ) -> FitResult:
     """Train until the validation AUC stops improving, and leave the best weights in the model.
 
     With `folder`, history and checkpoints are kept there, and a training found there is continued: it ends in the
-    same bits as one that was never interrupted.
+    same bits as one that was never interrupted. `seed` decides the order of the rows; dropout draws from PyTorch's
+    own generator, which the caller seeds together with the start of the weights.
     """
     run = _Run(model, train, valid, recipe, seed, folder)
     run.resume()
     while not run.finished:
-        run.train_epoch(progress)
+        run.train_epoch(progress, checkpoint_seconds)
         entry = run.judge()
         run.save()
         if progress is not None:
@@ -99,7 +101,7 @@ class _Run:
         if len(np.unique(self.valid_labels)) < 2:
             raise DataError("early stopping needs both classes in the validation split; it has only one")
 
-    def train_epoch(self, progress: Progress | None) -> None:
+    def train_epoch(self, progress: Progress | None, checkpoint_seconds: float) -> None:
         self.model.train()
         saved = time.monotonic()
         for batch_index in self.shuffle.epoch_batches():
@@ -114,7 +116,7 @@ class _Run:
             if progress is not None:
                 done = min(self.shuffle.batch * self.recipe.batch_size, self.train.rows)
                 progress(self.shuffle.epoch + 1, done, self.train.rows, None)
-            if time.monotonic() - saved > CHECKPOINT_SECONDS:
+            if time.monotonic() - saved >= checkpoint_seconds:
                 self.save()
                 saved = time.monotonic()
 
@@ -129,6 +131,8 @@ class _Run:
             judged = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         if not np.isfinite(logits).all():
             raise TrainingDiverged(f"training diverged: validation logits of epoch {self.shuffle.epoch} are not finite")
+        if not all(bool(tensor.isfinite().all()) for tensor in judged.values()):
+            raise TrainingDiverged(f"training diverged: weights of epoch {self.shuffle.epoch} are not finite")
         entry = {
             "epoch": self.shuffle.epoch,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -191,7 +195,8 @@ class _Run:
         if self.average is not None:
             self.average.restore(under("average.", tensors), state["averaged_steps"])
         torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors:
+        # A run that moves to a GPU brings no state of its generator, and one that leaves it needs none.
+        if "random.cuda" in tensors and self.train.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["random.cuda"], self.train.device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scalarlens.backbones import Tower
@@ -32,15 +33,17 @@ class Recipe(Tower):
 
     def __post_init__(self) -> None:
         bounds = {
-            "above 0": lambda x: x > 0,
-            "0 or more": lambda x: x >= 0,
+            "finite and above 0": lambda x: 0 < x < math.inf,
+            "finite and 0 or more": lambda x: 0 <= x < math.inf,
             "in [0, 1)": lambda x: 0 <= x < 1,
             "in (0, 1]": lambda x: 0 < x <= 1,
             "widths above 0": lambda widths: all(width > 0 for width in widths),
         }
         wanted = {
-            **dict.fromkeys(("embedding_dim", "batch_size", "learning_rate", "patience", "max_epochs"), "above 0"),
-            **dict.fromkeys(("embedding_l2", "category_std"), "0 or more"),
+            **dict.fromkeys(
+                ("embedding_dim", "batch_size", "learning_rate", "patience", "max_epochs"), "finite and above 0"
+            ),
+            **dict.fromkeys(("embedding_l2", "category_std"), "finite and 0 or more"),
             **dict.fromkeys(("averaging", "dropout"), "in [0, 1)"),
             "plateau_factor": "in (0, 1]",
             "hidden": "widths above 0",
@@ -51,6 +54,8 @@ class Recipe(Tower):
             for key, rule in wanted.items()
             if not bounds[rule](values[key])
         ]
+        if self.batch_norm and self.batch_size == 1:
+            broken.append("batch_norm needs a batch_size above 1, for it divides by the deviation of a batch")
         if broken:
             raise UsageError("recipe: " + "; ".join(broken))
 
