@@ -9,6 +9,7 @@ import numpy as np
 
 from scalarlens.errors import ArtifactError
 from scalarlens.model import CtrModel
+from scalarlens.storage import shown
 from scalarlens.table.schema import CategoricalColumn, NumericColumn
 from scalarlens.table.statistics import QUANTILE_LEVELS, Vocabulary
 from scalarlens.table.tensorizer import Tensorizer
@@ -54,7 +55,7 @@ def describes(contract: dict[str, Any], rebuilt: dict[str, Any]) -> bool:
         edges, wanted = (np.asarray(entry.get("mesh_edges", []), dtype=np.float64) for entry in (stored, own))
         if edges.shape != wanted.shape:
             return False
-        if edges.size and not np.allclose(edges, wanted, rtol=1e-9, atol=1e-9 * (wanted[-1] - wanted[0])):
+        if edges.size and not np.allclose(edges, wanted, rtol=1e-9, atol=2e-9 * (wanted[-1] * 0.5 - wanted[0] * 0.5)):
             return False
     without_edges = [
         [{key: value for key, value in entry.items() if key != "mesh_edges"} for entry in document["fields"]]
@@ -68,11 +69,11 @@ def check_contract(contract: dict[str, Any], folder: Path) -> None:
     """Refuse a document that is not a contract of this version."""
     if contract.get("format") != CONTRACT_FORMAT:
         raise ArtifactError(
-            f"{folder}: contract.json has format {contract.get('format')!r}; this version reads {CONTRACT_FORMAT}"
+            f"{folder}: contract.json has format {shown(contract.get('format'))}; this version reads {CONTRACT_FORMAT}"
         )
     rows = contract.get("training_rows")
-    if not isinstance(rows, int) or rows < 1:
-        raise ArtifactError(f"{folder}: contract.json needs training_rows from 1; got {rows!r}")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ArtifactError(f"{folder}: contract.json needs training_rows from 1; got {shown(rows)}")
 
 
 def _mesh_edges(model: CtrModel, tensorizer: Tensorizer) -> np.ndarray | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.ipc
 
-from scalarlens.errors import ArtifactError, ScalarLensError
+from scalarlens.errors import ArtifactError, ScalarLensError, UsageError
 
 #: no JSON document of ours comes near this size
 MAX_JSON_BYTES = 64 << 20
+#: an Arrow file is this much longer at its start than the stream of messages in it
+ARROW_MAGIC_BYTES = 8
+#: where Arrow's Message.fbs keeps the header of a message, and the codec of a record batch in it
+HEADER_SLOT, COMPRESSION_SLOT = 2, 3
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -30,6 +36,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary sibling to write to; on success it is flushed to disk and takes the place of `path`."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # what a crash left, or a link that would lead the content elsewhere
     try:
         yield partial
         _flush(partial)
@@ -41,23 +48,42 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A temporary sibling folder to fill; on success it takes the place of `path`, which must be ours to replace."""
+    """A temporary sibling folder to fill; on success it takes the place of `path`, which must be ours to replace.
+
+    Two renames make the exchange, so for a moment nothing is at `path`. If the second one fails, the old folder
+    is put back; if the machine stops between them, the old folder waits as `.NAME.retired` for the next call.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is not a folder; give a path where one can be written")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, retired = (path.with_name(f".{path.name}.{role}") for role in ("partial", "retired"))
+    if retired.exists() and not path.exists():
+        retired.replace(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
-        for file in partial.rglob("*"):
-            _flush(file)
-        if path.exists():
-            shutil.rmtree(retired, ignore_errors=True)
-            path.replace(retired)
-        partial.replace(path)
-        _flush(path.parent)
-        shutil.rmtree(retired, ignore_errors=True)
+        for entry in (*partial.rglob("*"), partial):
+            _flush(entry)
+        _exchange(partial, path, retired)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exchange(partial: Path, path: Path, retired: Path) -> None:
+    shutil.rmtree(retired, ignore_errors=True)
+    replaced = path.exists()
+    if replaced:
+        path.replace(retired)
+    try:
+        partial.replace(path)
+    except BaseException:
+        if replaced:
+            retired.replace(path)
+        raise
+    _flush(path.parent)
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
@@ -77,34 +103,71 @@ def to_json(document: Any) -> str:
     return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def as_stored(document: dict[str, Any]) -> dict[str, Any]:
+    """A document as it comes back from its file: lists for tuples, keys in their order there.
+
+    >>> as_stored({"b": (1, 2), "a": 0})
+    {'a': 0, 'b': [1, 2]}
+    """
+    return parse_json(to_json(document).encode(), "document")
+
+
 def write_json(path: Path, document: Any) -> None:
     write_atomic(path, to_json(document).encode())
 
 
 def read_json(path: Path, refuse: type[ScalarLensError] = ArtifactError) -> dict[str, Any]:
-    """A JSON object; duplicate keys, NaN, other encodings and oversized or deeply nested documents are refused."""
-
-    def refused(reason: object) -> ScalarLensError:
-        return refuse(f"{path} is not a JSON object that can be trusted: {reason}")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) != len(keys):
-            raise refused("a key occurs twice")
-        return dict(pairs)
-
-    def no_constant(name: str) -> Any:
-        raise refused(f"it holds {name}")
-
+    """The JSON object in a file, as `parse_json` reads it."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise refused(f"it is larger than {MAX_JSON_BYTES} bytes")
-        document = json.loads(path.read_bytes(), object_pairs_hook=unique, parse_constant=no_constant)
-    except (ValueError, RecursionError, OSError) as error:
-        raise refused(error) from error
-    if not isinstance(document, dict):
-        raise refused(f"it holds a {type(document).__name__}")
+            raise refuse(f"{path} is larger than the {MAX_JSON_BYTES} bytes that a JSON document may have")
+        content = path.read_bytes()
+    except OSError as error:
+        raise refuse(f"{path} cannot be read: {one_line(error)}") from error
+    return parse_json(content, str(path), refuse)
+
+
+def parse_json(content: bytes, source: str, refuse: type[ScalarLensError] = ArtifactError) -> dict[str, Any]:
+    """A JSON object in UTF-8; duplicate keys, numbers that are not finite and deep nesting are refused."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        document = dict(pairs)
+        if len(document) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return document
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"it holds {name}")
+
+    def finite(text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            raise ValueError(f"it holds {shown(text)}, which no float64 can hold")
+        return number
+
+    try:
+        text = content.decode("utf-8")
+        document = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant, parse_float=finite)
+        if not isinstance(document, dict):
+            raise ValueError(f"it holds a {type(document).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"{source} is not a JSON object that can be trusted: {one_line(error)}") from error
     return document
+
+
+def shown(*values: Any) -> str:
+    """A few values as a message may show them, whatever a foreign file holds.
+
+    >>> shown("a\\nb", "x" * 99)
+    "'a\\\\nb', 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
+    """
+    cut = [text if len(text) <= 40 else f"{text[:40]}..." for text in map(repr, values[:5])]
+    return ", ".join(cut) + (f" and {len(values) - 5} more" if len(values) > 5 else "")
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, as one short line without control characters."""
+    line = " ".join(str(error).split())
+    return "".join(c if c.isprintable() else "?" for c in line[:200]) + "..." * (len(line) > 200)
 
 
 def sha256_of(*parts: str) -> str:
@@ -128,13 +191,49 @@ def write_arrow(path: Path, table: pa.Table) -> None:
 
 
 def read_arrow(path: Path, schema: pa.Schema, refuse: type[ScalarLensError] = ArtifactError) -> pa.Table:
-    """An Arrow IPC file that has exactly this schema and passes Arrow's full validation."""
+    """An Arrow IPC file that has exactly this schema and passes Arrow's full validation.
+
+    Compressed content is refused before it is unpacked, and nothing is read twice: the table is no larger than
+    the file.
+    """
     try:
-        with pa.OSFile(str(path)) as file:
-            table = pa.ipc.open_file(file).read_all()
-        if table.schema.equals(schema):
-            table.validate(full=True)
-            return table
-    except (pa.ArrowException, OSError) as error:
-        raise refuse(f"{path} is not an intact Arrow file: {error}") from error
-    raise refuse(f"{path} holds the columns {table.schema.names}; expected {schema.names} of the declared types")
+        content = pa.py_buffer(path.read_bytes())
+        footer = pa.ipc.open_file(content)
+        if not footer.schema.equals(schema):
+            raise refuse(f"{path} holds other columns than {', '.join(schema.names)} of the declared types")
+        batches = list(_record_batches(content, schema))
+        if len(batches) != footer.num_record_batches:
+            raise ValueError("its footer does not describe its content")
+        table = pa.Table.from_batches(batches, schema)
+        table.validate(full=True)
+    except (pa.ArrowException, ValueError, OSError, struct.error) as error:
+        raise refuse(f"{path} is not an intact Arrow file: {one_line(error)}") from error
+    return table
+
+
+def _record_batches(content: pa.Buffer, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    messages = iter(pa.ipc.MessageReader.open_stream(pa.BufferReader(content.slice(ARROW_MAGIC_BYTES))))
+    next(messages, None)  # the schema, which the footer repeats
+    for message in messages:
+        if message.type != "record batch":
+            raise ValueError(f"it holds a {message.type} message")
+        if _names_codec(memoryview(message.metadata)):
+            raise ValueError("it is compressed")
+        yield pa.ipc.read_record_batch(message, schema)
+
+
+def _names_codec(metadata: memoryview) -> bool:
+    """Whether a record batch says that its body is compressed; PyArrow would tell after unpacking it."""
+    message = struct.unpack_from("<I", metadata)[0]
+    header = _slot(metadata, message, HEADER_SLOT)
+    batch = header + struct.unpack_from("<I", metadata, header)[0]
+    return _slot(metadata, batch, COMPRESSION_SLOT) != 0
+
+
+def _slot(buffer: memoryview, table: int, index: int) -> int:
+    """Where a FlatBuffers table keeps a field, 0 if it has none: a table starts with the way back to its slots."""
+    slots = table - struct.unpack_from("<i", buffer, table)[0]
+    length = struct.unpack_from("<H", buffer, slots)[0]
+    entry = 4 + 2 * index
+    offset = struct.unpack_from("<H", buffer, slots + entry)[0] if entry < length else 0
+    return table + offset if offset else 0

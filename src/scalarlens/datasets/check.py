@@ -98,7 +98,7 @@ class _Column:
         self.report("type", str(error).removeprefix(f"column {self.name!r} "), done, count)
 
     def problems(self, rows: int) -> list[Problem]:
-        found = list(self._found.values())
+        found = sorted(self._found.values(), key=lambda problem: problem.first_row or 0)
         if self.missing == rows:
             found.append(Problem(self.name, "every cell is missing", rows, 1, "note"))
         elif len(self.values) == 1 and not self.missing and not found:

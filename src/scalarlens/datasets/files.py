@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import hashlib
 import io
 import itertools
 from collections.abc import Iterator, Sequence
@@ -104,6 +105,28 @@ def open_table(path: str | Path) -> Table:
     return Table(path, file.columns, (file,))
 
 
+def open_text(path: str | Path, delimiter: str, *, columns: Sequence[str] = (), content: bytes | None = None) -> Table:
+    """The table in a text file, whatever its name.
+
+    `columns` names those of a file that has neither header nor quotes; `content` is read in place of the file.
+    """
+    path = Path(path)
+    with _reading(path):
+        if content is None:
+            _require_content(path)
+        file = _unambiguous(_TextFile(path, delimiter, _codec(path), columns, content))
+    return Table(path, file.columns, (file,))
+
+
+def sha256_of_content(path: Path) -> str:
+    """Digest of what a file holds, without the compression that its name tells of."""
+    sha = hashlib.sha256()
+    with _reading(path), pa.input_stream(path, compression=_codec(path)) as stream:
+        while block := stream.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
 def _open_folder(path: Path) -> Table:
     entries = sorted(entry for entry in path.iterdir() if not _is_aside(entry))
     if not entries:
@@ -138,15 +161,27 @@ def _format(path: Path) -> str:
 
 def _open_file(path: Path) -> TableFile:
     kind = _format(path)
+    _require_content(path)
+    if kind in _DELIMITERS:
+        return _unambiguous(_TextFile(path, _DELIMITERS[kind], _codec(path)))
+    return _unambiguous(_ParquetFile(path) if kind == ".parquet" else _ArrowFile(path))
+
+
+def _codec(path: Path) -> str | None:
+    return _CODECS.get(path.suffix.lower())
+
+
+def _require_content(path: Path) -> None:
+    if not path.exists():
+        raise _absent(path)
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; write the table to a file first")
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes); a table has at least the names of its columns")
-    file: TableFile
-    if kind in _DELIMITERS:
-        file = _TextFile(path, _DELIMITERS[kind], _CODECS.get(path.suffix.lower()))
-    else:
-        file = _ParquetFile(path) if kind == ".parquet" else _ArrowFile(path)
+
+
+def _unambiguous(file: TableFile) -> TableFile:
+    path = file.path
     twice = sorted({name for name in file.columns if file.columns.count(name) > 1})
     if twice:
         raise DataError(f"{path} has more than one column named {_names(twice)}; each name may occur once")
@@ -186,18 +221,26 @@ def _first_line(error: Exception) -> str:
 class _TextFile:
     """Delimited text with a header; a quoted cell may hold the delimiter, line breaks and doubled quotes.
 
-    A blank line is no row, except in a file of one column, where it is an empty cell. Arrow reads the rows;
-    where it refuses one, a slow second reading finds the row and says what is wrong with it.
+    Where the names of the columns are given, there is no header, and a quote is a letter like any other. A
+    blank line is no row, except in a file of one column, where it is an empty cell. Arrow reads the rows; where
+    it refuses one, a slow second reading finds the row and says what is wrong with it.
     """
 
-    def __init__(self, path: Path, delimiter: str, codec: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        delimiter: str,
+        codec: str | None,
+        columns: Sequence[str] = (),
+        content: bytes | None = None,
+    ) -> None:
         self.path, self._delimiter, self._codec = path, delimiter, codec
+        self._given, self._content = tuple(columns), content
         with _reading(path), self._rows() as rows:
             try:
-                header = next(rows)
+                self.columns = self._given or self._checked(next(rows))
             except csv.Error as error:
                 raise DataError(f"{path} has a header that cannot be read: {error}") from error
-            self.columns = self._checked(header)
             self._has_rows = self._any_row(rows)
 
     def batches(self, columns: Sequence[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -245,13 +288,14 @@ class _TextFile:
     def _parse(self, columns: Sequence[str], block_bytes: int) -> Iterator[pa.RecordBatch]:
         wanted = list(dict.fromkeys((*columns, self.columns[-1])))
         with (
-            pa.input_stream(self.path, compression=self._codec) as stream,
+            self._stream_of_bytes() as stream,
             pa.csv.open_csv(
                 stream,
-                read_options=pa.csv.ReadOptions(block_size=block_bytes),
+                read_options=pa.csv.ReadOptions(block_size=block_bytes, column_names=self._given or None),
                 parse_options=pa.csv.ParseOptions(
                     delimiter=self._delimiter,
-                    newlines_in_values=True,
+                    quote_char=False if self._given else '"',
+                    newlines_in_values=not self._given,
                     ignore_empty_lines=len(self.columns) > 1,
                 ),
                 convert_options=pa.csv.ConvertOptions(
@@ -267,10 +311,17 @@ class _TextFile:
     def _rows(self) -> Iterator[Iterator[list[str]]]:
         """The rows as the standard library reads them; the last is `_END`, unless a quote is open there."""
         with (
-            pa.input_stream(self.path, compression=self._codec) as stream,
+            self._stream_of_bytes() as stream,
             io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="") as text,
         ):
-            yield csv.reader(itertools.chain(_lines(text), [_END]), delimiter=self._delimiter)
+            quoting = csv.QUOTE_NONE if self._given else csv.QUOTE_MINIMAL
+            lines = itertools.chain(_lines(text), [_END])
+            yield csv.reader(lines, delimiter=self._delimiter, quoting=quoting)
+
+    def _stream_of_bytes(self) -> pa.NativeFile:
+        if self._content is not None:
+            return pa.BufferReader(self._content)
+        return pa.input_stream(self.path, compression=self._codec)
 
     def _checked(self, header: list[str]) -> tuple[str, ...]:
         if not header or header == [_END]:
@@ -299,7 +350,8 @@ class _TextFile:
         """What is wrong with the first bad row; None where the standard library finds nothing wrong."""
         number = 0
         with _reading(self.path), self._rows() as rows:
-            next(rows)
+            if not self._given:
+                next(rows)
             try:
                 for cells in rows:
                     if cells == [_END]:
@@ -315,7 +367,8 @@ class _TextFile:
 
     def _fault_of_count(self, count: int) -> str | None:
         wanted = len(self.columns)
-        cells = f"has {count} cell{'s' * (count > 1)}; its header names {wanted} columns"
+        source = "the format" if self._given else "its header"
+        cells = f"has {count} cell{'s' * (count > 1)}; {source} names {wanted} columns"
         return None if count == wanted else cells
 
 

@@ -86,9 +86,7 @@ class InferredSchema:
         return "".join(f"{line}\n" for line in (*lines, "") if lines) + self.schema.to_toml(notes)
 
 
-def infer_schema(
-    table: Table, label: str, *, group: str | None = None, time: str | None = None
-) -> InferredSchema:
+def infer_schema(table: Table, label: str, *, group: str | None = None, time: str | None = None) -> InferredSchema:
     """Guess the kind of every column from all rows of a training table, in one pass and bounded memory."""
     for role, name in (("label", label), ("group", group), ("time", time)):
         if name is not None and name not in table.columns:
@@ -266,14 +264,16 @@ class _Column:
         return "date" in self.types or dates >= NUMBER_SHARE * max(self.present - absent, 1)
 
     def _verdict_on_text(self, others: int) -> _Verdict:
-        if self.distinct.mostly_once:
-            return _Verdict("left out", f"text, {self.distinct}", ["a row identifier, or free text"])
-        doubts = ["one value in every row"] if self.distinct.count == 1 and self.present == self.rows else []
-        if self.mostly_numbers or (not self.is_text and self.range.count > others > 0):
-            strange = _shown(list(self._unknown()))
-            doubts.append(f"mostly numbers, but also {strange}: numeric once it is cleaned")
         what = "true or false" if self.types == {"bool"} else "text"
-        return _Verdict("categorical", f"{what}, {self.distinct}", doubts)
+        because, doubts = f"{what}, {self.distinct}", []
+        if self.mostly_numbers or (not self.is_text and self.range.count > others > 0):
+            strange = _shown(list(self._unknown())[:MOST_MARKERS])
+            doubts.append(f"mostly numbers, but also such as {strange}: numeric once it is cleaned")
+        if self.distinct.mostly_once:
+            return _Verdict("left out", because, doubts or ["a row identifier, or free text"])
+        if self.distinct.count == 1 and self.present == self.rows:
+            doubts.append("one value in every row")
+        return _Verdict("categorical", because, doubts)
 
     def _verdict_on_numbers(self) -> _Verdict:
         seen, markers = self.range, tuple(self.markers)
@@ -290,24 +290,22 @@ class _Column:
             return _Verdict("numeric", because, doubts, markers)
         kind, doubt = self._as_identifier()
         because = f"whole {because}, {self.distinct}"
-        return _Verdict(
-            kind, because, [*doubts, *filter(None, [doubt])], markers if kind == "numeric" else ()
-        )
+        return _Verdict(kind, because, [*doubts, *filter(None, [doubt])], markers if kind == "numeric" else ())
 
     def _as_identifier(self) -> tuple[Kind, str]:
         """What whole numbers are for, as far as size, order and repetition tell; and the doubt, if any."""
         seen, distinct = self.range, self.distinct
         huge = max(abs(seen.low), abs(seen.high)) > HUGE
+        repeated = distinct.share < UNIQUE_SHARE
         if "real" in self.types:
-            repeats = huge and distinct.share <= 0.5
-            return "numeric", "above 2^24 and often repeated: ids? then make it categorical" * repeats
+            return "numeric", "above 2^24 and often repeated: ids? then make it categorical" * (huge and repeated)
         if self.padded:
             return "categorical", "leading zeros: a code, not an amount"
         if distinct.mostly_once:
             if huge or seen.ascending or seen.high - seen.low < 2 * seen.count:
                 return "left out", "nearly one value per row: an identifier or a time; numeric if an amount"
             return "numeric", "nearly one value per row: an identifier? then leave it out"
-        if huge and distinct.share <= 0.5:
+        if huge and repeated:
             return "categorical", "above 2^24 and often repeated: ids, not amounts"
         if distinct.count - len(self.markers) <= FEW_VALUES:
             return "numeric", "few distinct values: codes? then make it categorical"
@@ -344,7 +342,9 @@ class _Distinct:
     def add(self, cells: pa.Array) -> None:
         if self.full:
             return
-        self._pending.append(np.fromiter(map(hash, pc.unique(cells).to_pylist()), np.int64))
+        # As texts, because Python gives the numbers -1 and -2 one hash.
+        fresh = pc.unique(cells).cast(pa.string()).to_pylist()
+        self._pending.append(np.fromiter(map(hash, fresh), np.int64))
         self._rows += len(cells)
         if sum(map(len, self._pending)) > max(len(self._hashes), DISTINCT_LIMIT // 4):
             self._merge()
@@ -391,9 +391,7 @@ class _Sample:
         self.rows += len(places)
         kept = draws <= self._bar
         taken = batch.select(self.table.column_names).take(pa.array(places[kept]))
-        fresh = {
-            name: _as_texts(cells) for name, cells in zip(taken.schema.names, taken.columns, strict=True)
-        }
+        fresh = {name: _as_texts(cells) for name, cells in zip(taken.schema.names, taken.columns, strict=True)}
         self.table = pa.concat_tables([self.table, pa.table(fresh)])
         self._draws = np.concatenate([self._draws, draws[kept]])
         while len(self._draws) > SAMPLE_ROWS:
@@ -424,18 +422,14 @@ def _count(mask: pa.Array) -> int:
 def _signs_of_a_copy(name: str, verdict: _Verdict, samples: tuple[_Sample, _Sample]) -> list[str]:
     """Why a column looks like a copy of the label, from a sample of the rows of each label."""
     sizes = [sample.table.num_rows for sample in samples]
-    cells = plain(
-        pa.chunked_array([chunk for sample in samples for chunk in sample.table.column(name).chunks])
-    )
+    cells = plain(pa.chunked_array([chunk for sample in samples for chunk in sample.table.column(name).chunks]))
     positive = np.repeat([False, True], sizes)
     if verdict.kind == "numeric":
         values = numbers(cells, name, verdict.markers)
         present = ~np.isnan(values)
         area = _auc(values[present], positive[present])
         if max(area, 1 - area) > COPY_AUC:
-            return [
-                f"nearly copies the label: alone it ranks the rows with an AUC of {max(area, 1 - area):.4f}"
-            ]
+            return [f"nearly copies the label: alone it ranks a sample with an AUC of {max(area, 1 - area):.4f}"]
     weights = np.where(positive, samples[1].rows / sizes[1], samples[0].rows / sizes[0])
     codes = pc.fill_null(cells.dictionary_encode(null_encoding="encode").indices, 0).to_numpy()
     for what, groups in (
@@ -444,7 +438,7 @@ def _signs_of_a_copy(name: str, verdict: _Verdict, samples: tuple[_Sample, _Samp
     ):
         accuracy, base = _accuracy_of_others(groups.astype(np.int64), positive, weights)
         if min(sizes) >= COPY_ROWS and 1 - accuracy <= min(1 - COPY_ACCURACY, (1 - base) / 10):
-            return [f"nearly copies the label: its {what} alone guesses {accuracy:.2%} of the rows"]
+            return [f"nearly copies the label: its {what} alone guesses {accuracy:.1%} of a sample"]
     return []
 
 

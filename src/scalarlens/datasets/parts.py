@@ -9,10 +9,11 @@ import numpy as np
 
 from scalarlens.datasets.files import Table
 
-SPLITS = ("train", "valid", "test")
+#: the splits that a table may have; `shifted` is a second test split, drawn from another distribution
+SPLITS = ("train", "valid", "test", "shifted")
 #: the code of a row that belongs to no split
 DROPPED = 255
-#: shares of valid and test in a random split; the rest is train
+#: shares of valid and test, unless a source says otherwise; the rest is train
 VALID_SHARE = TEST_SHARE = 0.1
 
 
@@ -34,18 +35,28 @@ class Part:
         if isinstance(self.dealt, str):
             yield self.dealt, np.ones(stop - start, dtype=bool)
             return
-        codes = self.dealt[start:stop]
-        for split in self.splits:
-            yield split, codes == SPLITS.index(split)
+        for code, split in enumerate(SPLITS):
+            mask = self.dealt[start:stop] == code
+            if mask.any():
+                yield split, mask
 
 
-def deal_randomly(rows: int, seed: int) -> np.ndarray:
-    """A seeded shuffle of exact shares: 80 % train, 10 % valid, 10 % test.
+def deal_in_order(rows: int, valid: float = VALID_SHARE, test: float = TEST_SHARE) -> np.ndarray:
+    """The first rows are train, the next are valid, the last are test.
+
+    >>> deal_in_order(10).tolist()
+    [0, 0, 0, 0, 0, 0, 0, 0, 1, 2]
+    """
+    sizes = [round(rows * valid), round(rows * test)]
+    return np.repeat(np.arange(3, dtype=np.uint8), [rows - sum(sizes), *sizes])
+
+
+def deal_randomly(rows: int, seed: int, valid: float = VALID_SHARE, test: float = TEST_SHARE) -> np.ndarray:
+    """The same shares, exactly, in a seeded shuffle.
 
     >>> np.bincount(deal_randomly(20, seed=1)).tolist()
     [16, 2, 2]
     """
-    sizes = [int(rows * VALID_SHARE), int(rows * TEST_SHARE)]
-    dealt = np.repeat(np.arange(3, dtype=np.uint8), [rows - sum(sizes), *sizes])
+    dealt = deal_in_order(rows, valid, test)
     np.random.default_rng(seed).shuffle(dealt)
     return dealt

@@ -178,6 +178,11 @@ def _fill_up(boundaries: np.ndarray, intervals: int) -> np.ndarray:
     return boundaries
 
 
+def per_field(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`y_f = x_f W_f + b_f` for all fields in one product: `[B, F, a]`, `[F, a, b]`, `[F, b]` -> `[B, F, b]`."""
+    return torch.baddbmm(bias.unsqueeze(1), tokens.transpose(0, 1), weight).transpose(0, 1)
+
+
 class PerFieldLinear(nn.Module):
     """One affine map per field, all in one batched product: `y_f = x_f W_f + b_f`.
 
@@ -194,7 +199,7 @@ class PerFieldLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_fields, n_outputs).uniform_(-bound, bound))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias.unsqueeze(1), tokens.transpose(0, 1), self.weight).transpose(0, 1)
+        return per_field(tokens, self.weight, self.bias)
 
 
 def quantile_edges(statistics: TrainingStatistics, bins: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalarlens.encoders.base import Context, NumericalEncoder, Source, encoders
-from scalarlens.encoders.blocks import LearnedMesh, MeshStart, PerFieldLinear
+from scalarlens.encoders.blocks import LearnedMesh, MeshStart, PerFieldLinear, per_field
 from scalarlens.table.statistics import TrainingStatistics
 
 
@@ -114,8 +114,11 @@ class ScalarLens(NumericalEncoder):
         return tokens * torch.rsqrt(tokens.square().mean(-1, keepdim=True) + NORM_EPSILON)
 
     def force(self, normalized: Tensor) -> tuple[Tensor, Tensor]:
-        """Drive and gate of every field from its own heads, `[B, F, m]` each."""
-        return self.drive(normalized), self.gate(normalized)
+        """Drive and gate of every field from its own heads, `[B, F, m]` each; both heads share one product."""
+        weight = torch.cat([self.drive.weight, self.gate.weight], dim=-1)
+        bias = torch.cat([self.drive.bias, self.gate.bias], dim=-1)
+        drive, gate = per_field(normalized, weight, bias).chunk(2, dim=-1)
+        return drive.contiguous(), gate.contiguous()
 
     def respond(self, drive: Tensor, gate: Tensor) -> list[Tensor]:
         """The states `s^(0), ..., s^(T)`, each a convex step towards a bounded proposal (`eq:state_update`)."""

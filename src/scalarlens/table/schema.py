@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -60,7 +61,7 @@ class Schema:
 
     def __post_init__(self) -> None:
         roles = [*self.features, self.label]
-        twice = sorted({name for name in roles if roles.count(name) > 1})
+        twice = sorted(name for name, uses in Counter(roles).items() if uses > 1)
         if twice:
             raise UsageError(f"each column has one role in a schema; used twice: {', '.join(twice)}")
         if not self.features:

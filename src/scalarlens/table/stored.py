@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,13 @@ import pyarrow as pa
 
 from scalarlens.errors import ArtifactError, ScalarLensError
 from scalarlens.storage import read_arrow, write_arrow
-from scalarlens.table.statistics import QUANTILE_LEVELS, TrainingStatistics, Vocabulary
+from scalarlens.table.statistics import (
+    MAX_DECIMALS,
+    QUANTILE_LEVELS,
+    UNIQUE_LIMIT,
+    TrainingStatistics,
+    Vocabulary,
+)
 
 STATISTICS_FILE = "statistics.arrow"
 VOCABULARIES_FILE = "vocabularies.arrow"
@@ -48,14 +55,13 @@ def load_statistics(folder: Path, rows: int, refuse: type[ScalarLensError] = Art
     table = read_arrow(folder / STATISTICS_FILE, _STATISTICS, refuse)
     if any(table[name].null_count for name in table.column_names):
         raise refuse(f"{folder / STATISTICS_FILE} has an empty cell")
-    arrays = {name: table[name].to_numpy() for name in _PER_FIELD}
-    grid = [np.asarray(row, dtype=np.float64) for row in table["quantiles"].to_pylist()]
-    if any(row.shape != (QUANTILE_LEVELS + 1,) for row in grid):
+    arrays = {name: table[name].to_numpy().copy() for name in _PER_FIELD}
+    grid = table["quantiles"].combine_chunks()
+    if grid.flatten().null_count or (np.diff(grid.offsets.to_numpy()) != QUANTILE_LEVELS + 1).any():
         raise refuse(f"{folder / STATISTICS_FILE}: each field needs {QUANTILE_LEVELS + 1} quantiles")
-    quantiles = np.array(grid).reshape(-1, QUANTILE_LEVELS + 1)
-    statistics = TrainingStatistics(
-        rows=rows, **arrays, quantiles=quantiles, vocabularies=_load_vocabularies(folder / VOCABULARIES_FILE, refuse)
-    )
+    quantiles = grid.flatten().to_numpy().reshape(-1, QUANTILE_LEVELS + 1).copy()
+    vocabularies = _load_vocabularies(folder / VOCABULARIES_FILE, rows, refuse)
+    statistics = TrainingStatistics(rows=rows, **arrays, quantiles=quantiles, vocabularies=vocabularies)
     _check_ranges(statistics, folder / STATISTICS_FILE, refuse)
     return statistics
 
@@ -64,24 +70,45 @@ def _check_ranges(statistics: TrainingStatistics, path: Path, refuse: type[Scala
     moments = (statistics.low, statistics.high, statistics.mean, statistics.std, statistics.quantiles)
     if not all(np.isfinite(array).all() for array in moments):
         raise refuse(f"{path} holds a number that is not finite")
-    ordered = (statistics.low <= statistics.high).all() and (np.diff(statistics.quantiles) >= 0).all()
+    grid = statistics.quantiles
+    ordered = (statistics.low <= statistics.high).all() and (grid[:, 1:] >= grid[:, :-1]).all()
     if not ordered or (statistics.std < 0).any():
         raise refuse(f"{path} holds a range or quantiles that are not in order")
+    if (grid[:, 0] != statistics.low).any() or (grid[:, -1] != statistics.high).any():
+        raise refuse(f"{path} holds quantiles that do not span the range of their field")
+    limits = {"missing": statistics.rows, "n_unique": UNIQUE_LIMIT}
+    limits |= dict.fromkeys(("decimals", "decimals_standardized"), MAX_DECIMALS)
+    for name, limit in limits.items():
+        counts = getattr(statistics, name)
+        if ((counts < 0) | (counts > limit)).any():
+            raise refuse(f"{path} holds a count of {name} that is not from 0 to {limit}")
 
 
-def _load_vocabularies(path: Path, refuse: type[ScalarLensError]) -> tuple[Vocabulary, ...]:
+def _load_vocabularies(path: Path, rows: int, refuse: type[ScalarLensError]) -> tuple[Vocabulary, ...]:
     table = read_arrow(path, _VOCABULARIES, refuse)
-    field, count = table["field"].to_numpy(), table["count"].to_numpy()
-    texts = table["text"].to_pylist()
-    starts = np.flatnonzero(np.diff(field, prepend=-1))
+    if table["field"].null_count or table["count"].null_count:
+        raise refuse(f"{path} has an empty cell")
+    field, count = table["field"].to_numpy().copy(), table["count"].to_numpy().copy()
+    starts = np.flatnonzero(np.diff(field, prepend=field[:1] - 1))
     if not np.array_equal(field[starts], np.arange(len(starts))) or (count < 0).any():
         raise refuse(f"{path}: fields must be numbered from 0 in order, with counts from 0")
-    vocabularies: list[Vocabulary] = []
-    for start, stop in zip(starts, [*starts[1:], len(field)], strict=True):
-        head, kept = texts[start : start + 2], texts[start + 2 : stop]
-        if head != [None, None] or None in kept or len(set(kept)) != len(kept):
-            raise refuse(f"{path}: field {len(vocabularies)} is not a list of distinct categories")
-        vocabularies.append(
-            Vocabulary(tuple(kept), count[start + 2 : stop], int(count[start + _MISSING]), int(count[start + _RARE]))
-        )
-    return tuple(vocabularies)
+    texts = table["text"].to_pylist()
+    return tuple(
+        _vocabulary(texts[start:stop], count[start:stop], rows, f"{path}: field {index}", refuse)
+        for index, (start, stop) in enumerate(zip(starts, [*starts[1:], len(field)], strict=True))
+    )
+
+
+def _vocabulary(
+    texts: list[str | None], count: np.ndarray, rows: int, source: str, refuse: type[ScalarLensError]
+) -> Vocabulary:
+    head, kept = texts[: Vocabulary.FIRST_ID], texts[Vocabulary.FIRST_ID :]
+    if head != [None] * Vocabulary.FIRST_ID or None in kept or len(set(kept)) != len(kept):
+        raise refuse(f"{source} is not a list of distinct categories")
+    cells = count.tolist()
+    if sum(cells) != rows:
+        raise refuse(f"{source} counts {sum(cells)} cells in {rows} training rows")
+    ranked = zip(cells[Vocabulary.FIRST_ID :], kept, strict=True)
+    if any(few < many or (few == many and text >= following) for (few, text), (many, following) in pairwise(ranked)):
+        raise refuse(f"{source} does not list the most frequent category first, and ties by their text")
+    return Vocabulary(tuple(kept), count[Vocabulary.FIRST_ID :], cells[_MISSING], cells[_RARE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,13 +149,14 @@ def schema_cells(schema: Schema, table: pa.Table | pa.RecordBatch) -> tuple[np.n
 
 def require_columns(wanted: Sequence[str], present: Sequence[str]) -> None:
     """Refuse a table that lacks a column or has one of them twice."""
-    absent = [name for name in wanted if name not in present]
+    uses = Counter(present)
+    absent = [name for name in wanted if name not in uses]
     if absent:
         raise DataError(
             f"missing column{'s' * (len(absent) > 1)} {', '.join(map(repr, absent))}; the table has "
             f"{', '.join(map(repr, present)) or 'no columns'}"
         )
-    twice = [name for name in wanted if list(present).count(name) > 1]
+    twice = [name for name in wanted if uses[name] > 1]
     if twice:
         raise DataError(f"column {twice[0]!r} occurs twice in the table; its cells are ambiguous")
 
