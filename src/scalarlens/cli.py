@@ -14,6 +14,7 @@ import scalarlens
 from scalarlens.errors import ScalarLensError, UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from scalarlens.datasets.source import Opened
     from scalarlens.job import Job
     from scalarlens.training import Recipe
 
@@ -160,32 +161,81 @@ def _schema_check(chosen: argparse.Namespace) -> None:
 
 def _add_prepare(commands: Any) -> None:
     parser = _command(commands, "prepare", _prepare, "pack a table for training", quiet=True, machine=True)
-    parser.add_argument("--schema", type=Path, required=True)
-    parser.add_argument("--train", type=Path, required=True)
-    parser.add_argument("--valid", type=Path)
-    parser.add_argument("--test", type=Path)
-    parser.add_argument("--split", choices=("random",), help="divide --train 80/10/10; needs --seed")
+    named = parser.add_argument_group("a known source")
+    named.add_argument("--source", metavar="NAME", help="`scalarlens list datasets` says what each expects")
+    named.add_argument("--from", dest="place", type=Path, metavar="PATH", help="its file, or the folder of its files")
+    named.add_argument("--rows", type=int, metavar="N", help="how many to make, where a source is made")
+    named.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="source.NAME=VALUE",
+        help="an option of the source; may be repeated",
+    )
+    own = parser.add_argument_group("tables of your own")
+    own.add_argument("--schema", type=Path, help="by default, schema.toml in the folder that --train names")
+    own.add_argument("--train", type=Path)
+    own.add_argument("--valid", type=Path)
+    own.add_argument("--test", type=Path)
+    parser.add_argument("--split", choices=("random", "time", "official"), help="random divides 80/10/10, with --seed")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--out", type=Path, required=True)
 
 
 def _prepare(chosen: argparse.Namespace) -> None:
+    from scalarlens.datasets.prepare import prepare
+
+    opened = _open_tables(chosen) if chosen.source is None else _open_source(chosen)
+    for note in opened.notes:
+        _note(note)
+    prepared = prepare(opened.schema, opened.parts, chosen.out, opened.origin)
+    rows = {name: split["rows"] for name, split in prepared.splits.items()}
+    if chosen.json:
+        digests = {"digest": prepared.digest, "training_digest": prepared.training_digest}
+        _print_json({"rows": rows, **digests, "notes": list(opened.notes)})
+    else:
+        print(f"{chosen.out}: " + ", ".join(f"{name} {count:,} rows" for name, count in rows.items()))
+
+
+def _open_source(chosen: argparse.Namespace) -> Opened:
+    from scalarlens.datasets.source import build, sources
+
+    given = [f"--{name}" for name in ("schema", "train", "valid", "test") if getattr(chosen, name) is not None]
+    if given:
+        raise UsageError(f"--source {chosen.source} brings its own schema and files; leave out {', '.join(given)}")
+    part = sources.get(chosen.source)
+    options = parse_options(chosen.option, parts=("source",))["source"]
+    if chosen.rows is not None:
+        if "rows" in options:
+            raise UsageError("--rows and --option source.rows say the same; give one of them")
+        options["rows"] = chosen.rows
+    rule = part.split_rule(chosen.split)
+    if chosen.seed is not None and not rule.seeded:
+        _note(f"the {rule.name} split of {chosen.source} draws nothing, so that --seed changes nothing")
+    if chosen.place is not None and not part.files:
+        _note(f"{chosen.source} is made, not read, so that --from changes nothing")
+    return build(chosen.source, **options).open(chosen.place, chosen.split, chosen.seed)
+
+
+def _open_tables(chosen: argparse.Namespace) -> Opened:
     from scalarlens.datasets.files import open_table
     from scalarlens.datasets.parts import Part, deal_randomly
-    from scalarlens.datasets.prepare import prepare
+    from scalarlens.datasets.source import Opened
     from scalarlens.table.schema import Schema
 
+    _require_own_tables(chosen)
     if (chosen.split is None) != (chosen.seed is None):
         raise UsageError("--split random and --seed N go together: a split that cannot be repeated is refused")
     if chosen.split is None and chosen.valid is None:
         raise UsageError("training needs a validation split: give --valid FILE, or --split random --seed N")
-    schema = Schema.read(chosen.schema)
+    schema = Schema.read(chosen.schema or chosen.train / "schema.toml")
     paths = {name: getattr(chosen, name) for name in ("train", "valid", "test")}
     tables = {name: open_table(path) for name, path in paths.items() if path is not None}
+    notes = []
     for name, table in tables.items():
         extra = [column for column in table.columns if column not in schema.columns]
         if extra:
-            _note(
+            notes.append(
                 f"{name}: ignoring {len(extra)} column{'s' * (len(extra) > 1)} outside the schema: {', '.join(extra)}"
             )
     if chosen.split is None:
@@ -194,12 +244,21 @@ def _prepare(chosen: argparse.Namespace) -> None:
         raise UsageError("--split random divides one table; give --train alone, or the splits without --split")
     else:
         parts = [Part(tables["train"], deal_randomly(tables["train"].count_rows(), chosen.seed))]
-    prepared = prepare(schema, parts, chosen.out)
-    rows = {name: split["rows"] for name, split in prepared.splits.items()}
-    if chosen.json:
-        _print_json({"rows": rows, "digest": prepared.digest, "training_digest": prepared.training_digest})
-    else:
-        print(f"{chosen.out}: " + ", ".join(f"{name} {count:,} rows" for name, count in rows.items()))
+    return Opened(schema, tuple(parts), tuple(notes), {"split": chosen.split, "seed": chosen.seed, "notes": notes})
+
+
+def _require_own_tables(chosen: argparse.Namespace) -> None:
+    """Tables of one's own: what they need, and what belongs to sources alone."""
+    only = {"--from": chosen.place, "--rows": chosen.rows, "--option": chosen.option or None}
+    given = [name for name, value in only.items() if value is not None]
+    if given:
+        raise UsageError(f"{given[0]} belongs to a source; add --source NAME (`scalarlens list datasets`)")
+    if chosen.train is None:
+        raise UsageError("nothing to prepare: give --source NAME --from PATH, or --schema FILE --train FILE")
+    if chosen.schema is None and not chosen.train.is_dir():
+        raise UsageError(f"{chosen.train} needs a schema: give --schema FILE; `scalarlens schema infer` writes one")
+    if chosen.split not in (None, "random"):
+        raise UsageError(f"--split {chosen.split} belongs to a source; tables of your own take --split random")
 
 
 # train
@@ -281,27 +340,29 @@ def named_recipe(name: str, changes: dict[str, Any]) -> Recipe:
     )
 
 
-def parse_options(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+def parse_options(
+    texts: Sequence[str], parts: Sequence[str] = ("encoder", "backbone", "recipe")
+) -> dict[str, dict[str, Any]]:
     """`PART.NAME=VALUE` texts by part; values are read as JSON where they are JSON, else as text.
 
     >>> parse_options(["encoder.rank=8", "encoder.mesh_start=uniform"])["encoder"]
     {'rank': 8, 'mesh_start': 'uniform'}
     """
-    parts: dict[str, dict[str, Any]] = {"encoder": {}, "backbone": {}, "recipe": {}}
+    options: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for text in texts:
         path, equals, value = text.partition("=")
         part, dot, name = path.partition(".")
         if not (equals and dot and name):
-            raise UsageError(f"--option takes PART.NAME=VALUE, such as encoder.rank=8; got {text!r}")
-        if part not in parts:
-            raise unknown_name("part in --option", part, parts)
-        if name in parts[part]:
+            raise UsageError(f"--option takes PART.NAME=VALUE, such as {parts[0]}.rank=8; got {text!r}")
+        if part not in options:
+            raise unknown_name("part in --option", part, options)
+        if name in options[part]:
             raise UsageError(f"--option {path} is given twice")
         try:
-            parts[part][name] = json.loads(value)
+            options[part][name] = json.loads(value)
         except ValueError:
-            parts[part][name] = value
-    return parts
+            options[part][name] = value
+    return options
 
 
 # evaluate and predict

@@ -39,8 +39,11 @@ _END = "\0end of file\0"
 class TableFile(Protocol):
     """One file of a table: its columns, its rows and their number."""
 
-    path: Path
-    columns: tuple[str, ...]
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
 
     def batches(self, columns: Sequence[str], batch_rows: int) -> Iterator[pa.RecordBatch]: ...
 
@@ -314,9 +317,11 @@ class _TextFile:
             self._stream_of_bytes() as stream,
             io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="") as text,
         ):
-            quoting = csv.QUOTE_NONE if self._given else csv.QUOTE_MINIMAL
             lines = itertools.chain(_lines(text), [_END])
-            yield csv.reader(lines, delimiter=self._delimiter, quoting=quoting)
+            if self._given:
+                yield csv.reader(lines, delimiter=self._delimiter, quoting=csv.QUOTE_NONE)
+            else:
+                yield csv.reader(lines, delimiter=self._delimiter)
 
     def _stream_of_bytes(self) -> pa.NativeFile:
         if self._content is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from scalarlens.table.stored import save_statistics
 from scalarlens.table.tensorizer import Tensorizer, require_columns, schema_cells
 
 
-def prepare(schema: Schema, parts: Sequence[Part], out: str | Path) -> PreparedTable:
+def prepare(
+    schema: Schema, parts: Sequence[Part], out: str | Path, origin: Mapping[str, Any] | None = None
+) -> PreparedTable:
     """Prepare tables whose rows know their split; the statistics are those of the training rows alone."""
     out = Path(out)
     refuse_foreign_folder(out)
@@ -34,7 +36,7 @@ def prepare(schema: Schema, parts: Sequence[Part], out: str | Path) -> PreparedT
         (folder / "schema.toml").write_text(schema.to_toml(), encoding="utf-8")
         save_statistics(statistics, folder)
         splits = _second_pass(schema, parts, statistics, types, folder)
-        write_manifest(folder, schema, statistics, splits)
+        write_manifest(folder, schema, statistics, splits, origin)
     return PreparedTable(out)
 
 

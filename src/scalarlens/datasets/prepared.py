@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,14 @@ class PreparedTable:
         return PackedSplit(blocks, len(self.schema.numeric), len(self.schema.categorical), scale)
 
 
-def write_manifest(folder: Path, schema: Schema, statistics: TrainingStatistics, splits: dict[str, Any]) -> None:
+def write_manifest(
+    folder: Path,
+    schema: Schema,
+    statistics: TrainingStatistics,
+    splits: dict[str, Any],
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """The manifest; `origin` says where the rows come from, and is in no digest."""
     write_json(
         folder / MANIFEST_FILE,
         {
@@ -69,6 +76,7 @@ def write_manifest(folder: Path, schema: Schema, statistics: TrainingStatistics,
             "schema": schema.to_tables(),
             "statistics_digest": statistics.digest(),
             "splits": splits,
+            **({"origin": dict(origin)} if origin else {}),
         },
     )
 

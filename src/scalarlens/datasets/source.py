@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from scalarlens.datasets.files import Table, TableFile, sha256_of_content
 from scalarlens.datasets.parts import Part
 from scalarlens.errors import DataError, UsageError, unknown_name
-from scalarlens.registry import Registry, bind_options
+from scalarlens.registry import Registry, bind_options, options_of
 from scalarlens.table.cells import not_numbers
 from scalarlens.table.schema import CategoricalColumn, NumericColumn, Schema
 
@@ -47,12 +47,15 @@ class Opened:
     schema: Schema
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
+    #: where the rows come from, for the manifest; no path in it
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Source:
     """A table that people obtain themselves, or that is made; nothing here downloads.
 
-    A subclass has its options as keyword-only arguments of its constructor, states the facts below, and reads.
+    A subclass states the facts below, and reads. Its options are keyword-only arguments of its constructor, which
+    keeps each under its own name.
     """
 
     files: ClassVar[tuple[SourceFile, ...]] = ()
@@ -92,7 +95,15 @@ class Source:
             raise UsageError(f"--seed must be a whole number from 0; got {seed}")
         if self.files and place is None:
             raise UsageError(f"{self.name()} needs --from FILE_OR_FOLDER, with {self._wanted()}; {self.obtain}")
-        return self._open(Path(place or "."), rule.name, seed or 0)
+        opened = self._open(Path(place or "."), rule.name, seed or 0)
+        origin = {
+            "source": self.name(),
+            "options": {name: getattr(self, name) for name in options_of(type(self))},
+            "split": rule.name,
+            "seed": seed if rule.seeded else None,
+            "notes": list(opened.notes),
+        }
+        return replace(opened, origin=origin)
 
     def _open(self, place: Path, split: str, seed: int) -> Opened:
         raise NotImplementedError
