@@ -77,6 +77,11 @@ class Training(NamedTuple):
         files = [self.out / HISTORY_FILE, *sorted((self.out / ARTIFACT_FOLDER).iterdir())]
         return {str(path.relative_to(self.out)): sha256_of_file(path) for path in files}
 
+    def history(self) -> list[dict[str, float]]:
+        """The epochs that have ended."""
+        path = self.out / HISTORY_FILE
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
     def position(self) -> str:
         """How far the newest checkpoint is, in words."""
         found = load_checkpoint(self.out) if self.out.exists() else None
@@ -122,9 +127,9 @@ def main() -> int:
         if Training(data, folder / "again").bits() != undisturbed.bits():
             print("two undisturbed trainings differ; there is nothing to compare with")
             return 1
-        lines = (undisturbed.out / HISTORY_FILE).read_text().splitlines()
-        rates = {json.loads(line)["learning_rate"] for line in lines}
-        print(f"undisturbed: {whole:.2f} s, {len(lines)} epochs, {len(rates)} learning rates", flush=True)
+        history = undisturbed.history()
+        rates = {entry["learning_rate"] for entry in history}
+        print(f"undisturbed: {whole:.2f} s, {len(history)} epochs, {len(rates)} learning rates", flush=True)
         same = kills = attempts = 0
         while kills < chosen.kills:
             attempts += 1

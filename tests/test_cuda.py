@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +17,14 @@ from scalarlens.model import CtrModel, ModelSpec
 from scalarlens.table.batches import PackedSplit
 from scalarlens.table.statistics import TrainingStatistics
 from scalarlens.training import Recipe, fit
+from scalarlens.training.loop import _Run
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that PyTorch can see"),
 ]
 ROWS, N, C = 3000, 5, 3
+NEVER = float("inf")
 RECIPE = Recipe(batch_size=256, max_epochs=2, averaging=0.9, dropout=0.1, embedding_l2=1e-5, plateau_factor=0.5)
 
 
@@ -70,33 +75,30 @@ def test_logits_are_those_of_the_cpu(backbone: str) -> None:
     torch.testing.assert_close(on_cpu, on_gpu, rtol=1e-9, atol=1e-9)
 
 
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Every call that makes the host wait for the device is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("encoder", encoders.names())
 def test_an_epoch_never_waits_for_the_gpu(encoder: str) -> None:
     train, model = split("cuda"), model_of(encoder).to("cuda")
-    fit(model, train, train, Recipe(batch_size=256, max_epochs=1), seed=1)  # warm up lazy initialisation
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        _strictly(lambda: train.batch(slice(0, 8)).values.sum().item())
-    order = torch.randperm(ROWS, device="cuda")
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
-
-    def epoch() -> None:
-        for start in range(0, ROWS, 256):
-            batch = train.batch(order[start : start + 256])
-            optimizer.zero_grad(set_to_none=True)
-            logits = model(batch.values, batch.category_ids)
-            torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
-            optimizer.step()
-
-    _strictly(epoch)
+    run = _Run(model, train, train, RECIPE, seed=1, folder=None)
+    run.train_epoch(None, NEVER)  # lazy initialisation may wait
+    with no_waiting():
+        run.train_epoch(None, NEVER)
 
 
-def _strictly(work: object) -> None:
-    """Run with every synchronising call turned into an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()  # type: ignore[operator]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def test_waiting_for_the_gpu_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
+        torch.zeros(3, device="cuda").sum().item()
 
 
 @pytest.mark.parametrize("encoder", ["scalarlens", "deer"])
@@ -122,8 +124,9 @@ def test_a_resumed_run_ends_in_the_same_bits(encoder: str, tmp_path: Path) -> No
 
 
 def test_metrics_are_within_noise_of_the_cpu() -> None:
+    plain = Recipe(batch_size=256, max_epochs=3)
     found = []
     for device in ("cpu", "cuda"):
-        data, model = split(device), model_of("scalarlens").to(device)
-        found.append(fit(model, data, data, Recipe(batch_size=256, max_epochs=3), seed=5).history[-1]["valid_auc"])
+        data, model = split(device), model_of("scalarlens", recipe=plain).to(device)
+        found.append(fit(model, data, data, plain, seed=5).history[-1]["valid_auc"])
     assert abs(found[0] - found[1]) < 0.005

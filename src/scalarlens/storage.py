@@ -149,6 +149,8 @@ def parse_json(content: bytes, source: str, refuse: type[ScalarLensError] = Arti
         document = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant, parse_float=finite)
         if not isinstance(document, dict):
             raise ValueError(f"it holds a {type(document).__name__}")
+        if "\\ud" in text.lower():
+            to_json(document).encode()  # half of a surrogate pair is no text, and is found here
     except (ValueError, RecursionError) as error:
         raise refuse(f"{source} is not a JSON object that can be trusted: {one_line(error)}") from error
     return document
@@ -199,7 +201,7 @@ def read_arrow(path: Path, schema: pa.Schema, refuse: type[ScalarLensError] = Ar
     try:
         content = pa.py_buffer(path.read_bytes())
         footer = pa.ipc.open_file(content)
-        if not footer.schema.equals(schema):
+        if not footer.schema.equals(schema, check_metadata=True):
             raise refuse(f"{path} holds other columns than {', '.join(schema.names)} of the declared types")
         batches = list(_record_batches(content, schema))
         if len(batches) != footer.num_record_batches:

@@ -9,6 +9,7 @@ import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -70,7 +71,12 @@ def world(rows: int = 80, seed: int = 0, valid_rows: int = 60, make: type[Packed
 
 
 def model_of(
-    statistics: TrainingStatistics, recipe: Recipe = SMALL, *, encoder: str = "deer", backbone: str = "dnn", seed: int = 1
+    statistics: TrainingStatistics,
+    recipe: Recipe = SMALL,
+    *,
+    encoder: str = "deer",
+    backbone: str = "dnn",
+    seed: int = 1,
 ) -> CtrModel:
     torch.manual_seed(seed)
     spec = ModelSpec(encoder, backbone, recipe.embedding_dim, recipe.tower, recipe.category_std)
@@ -197,6 +203,9 @@ patiences, limits, factors = st.integers(1, 4), st.integers(1, 7), st.sampled_fr
 def check_protocol(fit: Fit, holds: Callable[[Course, Protocol], None]) -> None:
     @few
     @given(scripts, patiences, limits, factors)
+    @example([0.6, 0.5, 0.7, 0.5, 0.65, 0.5], 2, 7, 0.5)
+    @example([0.6, 0.6, 0.6], 2, 7, 0.5)
+    @example([0.5, 0.6, 0.7, 0.8], 1, 3, 0.5)
     def runs(aucs: list[float], patience: int, limit: int, factor: float) -> None:
         recipe = replace(SMALL, hidden=(3,), patience=patience, max_epochs=limit, plateau_factor=factor)
         with scripted(aucs):
@@ -335,7 +344,7 @@ def adam_by_hand(
 def check_steps_follow_adam(fit: Fit) -> None:
     """Every step of four epochs, with a penalty on the categorical tables and a rate that is cut once."""
     tables = world(rows=40)
-    recipe = replace(SMALL, batch_size=16, embedding_l2=0.05, plateau_factor=0.5, patience=3, max_epochs=4)
+    recipe = replace(SMALL, category_std=0.5, batch_size=16, embedding_l2=0.05, plateau_factor=0.5, patience=3, max_epochs=4)
     model = model_of(tables.statistics, recipe, backbone="deepfm")
     with scripted([0.6, 0.5, 0.7, 0.7]):
         ran = course(fit, tables, model, recipe)
@@ -372,8 +381,8 @@ def penalised(model: CtrModel, recipe: Recipe, prefix: str) -> list[dict[str, An
     return [{"params": others}, {"params": chosen, "weight_decay": recipe.embedding_l2}]
 
 
-class AveragesBatches(loop._Run):
-    """The loss of an epoch weighs a short batch like a full one."""
+class CountsFullBatches(loop._Run):
+    """The loss of an epoch is divided by batches times batch size."""
 
     def judge(self) -> dict[str, Any]:
         entry = super().judge()
@@ -471,14 +480,9 @@ class ValidatesTheNewest(loop._Run):
 
     def judge(self) -> dict[str, Any]:
         entry = super().judge()
-        labels, scores = self.valid_labels, self.model.score(self.valid.batches(self.recipe.batch_size))
-        return entry | self.history[-1].update(
-            valid_auc=metrics.auc(labels, scores), valid_log_loss=metrics.log_loss(labels, metrics.sigmoid(scores))
-        ) if False else self._measured(entry, labels, scores)
-
-    def _measured(self, entry: dict[str, Any], labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
-        entry["valid_auc"] = metrics.auc(labels, scores)
-        entry["valid_log_loss"] = metrics.log_loss(labels, metrics.sigmoid(scores))
+        scores = self.model.score(self.valid.batches(self.recipe.batch_size))
+        entry["valid_auc"] = metrics.auc(self.valid_labels, scores)
+        entry["valid_log_loss"] = metrics.log_loss(self.valid_labels, metrics.sigmoid(scores))
         return entry
 
 
@@ -489,3 +493,530 @@ class StaysInTheModel(loop.Average):
     def swapped_into(self, model: CtrModel) -> Iterator[None]:
         self._exchange(model)
         yield
+
+
+# Divergence
+
+
+def check_divergence_is_a_failure(fit: Fit) -> None:
+    """A loss, validation logits or a weight that is not a number: no result, whatever the reason."""
+    tables = world()
+
+    def poison(weight: str, batch: int) -> None:
+        model = model_of(tables.statistics)
+        calls = iter(range(100))
+
+        def progress(*_: Any) -> None:
+            if next(calls) == batch:
+                with torch.no_grad():
+                    model.get_parameter(weight)[0] = torch.nan
+
+        with pytest.raises(TrainingDiverged, match="diverged") as caught:
+            fit(model, tables.train, tables.valid, replace(SMALL, max_epochs=1), seed=1, progress=progress)
+        assert caught.value.exit_code == 1
+
+    poison("backbone.mlp.0.weight", batch=0)
+    poison("backbone.mlp.0.weight", batch=2)
+    poison("categories.weight", batch=2)
+
+
+class PredictsAConstant(loop._Run):
+    """What is not a number becomes 0."""
+
+    def judge(self) -> dict[str, Any]:
+        for tensor in (self.loss_sum, *self.model.state_dict().values()):
+            tensor.nan_to_num_(nan=0.0)
+        return super().judge()
+
+
+class TrustsTheLoss(loop._Run):
+    """Looks at the loss of the epoch alone."""
+
+    def judge(self) -> dict[str, Any]:
+        finite = bool(self.loss_sum.isfinite())
+        try:
+            return super().judge()
+        except TrainingDiverged:
+            if not finite:
+                raise
+            self.best = weights_of(self.model)
+            self.history.append({"epoch": self.shuffle.epoch, "valid_auc": 0.5})
+            return self.history[-1]
+
+
+# The same seed, the same bits
+
+
+def check_seed_decides_the_bits(fit: Fit) -> None:
+    tables, recipe = world(), replace(SMALL, dropout=0.2, averaging=0.9, batch_norm=True)
+
+    def trained(seed: int, start: int) -> Course:
+        return course(fit, tables, model_of(tables.statistics, recipe, seed=start), recipe, seed)
+
+    one, again, other_order, other_start = trained(1, 1), trained(1, 1), trained(2, 1), trained(1, 2)
+    assert same_bits(weights_of(one.model), weights_of(again.model))
+    assert one.result == again.result
+    for other in (other_order, other_start):
+        assert not same_bits(weights_of(one.model), weights_of(other.model))
+        assert one.result.history != other.result.history
+
+
+class ForgetsTheSeed(Shuffle):
+    def __init__(self, rows: int, batch_size: int, seed: int, *rest: Any) -> None:
+        super().__init__(rows, batch_size, 0, *rest)
+
+
+class DrawsASeed(Shuffle):
+    def __init__(self, rows: int, batch_size: int, seed: int, *rest: Any) -> None:
+        super().__init__(rows, batch_size, np.random.SeedSequence().entropy, *rest)
+
+
+# The order of the rows
+
+
+def check_every_row_once_an_epoch(make: type[Shuffle]) -> None:
+    @few
+    @given(st.integers(1, 60), st.integers(1, 17), st.integers(0, 2**63 - 1))
+    def visits(rows: int, batch_size: int, seed: int) -> None:
+        shuffle = make(rows, batch_size, seed)
+        for epoch in range(3):
+            assert shuffle.position() == {"epoch": epoch, "batch": 0}
+            batches = [index.tolist() for index in shuffle.epoch_batches()]
+            assert sorted(chain.from_iterable(batches)) == list(range(rows))
+            assert len(batches) == shuffle.batches_per_epoch
+            sizes = [len(batch) for batch in batches]
+            assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
+            assert sizes[-1] <= batch_size + 1
+            assert sizes[-1] > 1 or rows == 1 or batch_size == 1, "batch norm needs two rows"
+
+    visits()
+
+
+def check_orders_differ(make: type[Shuffle]) -> None:
+    @few
+    @given(st.integers(20, 60), st.integers(1, 17), st.integers(0, 2**63 - 2))
+    def differ(rows: int, batch_size: int, seed: int) -> None:
+        shuffles = [make(rows, batch_size, seed), make(rows, batch_size, seed + 1)]
+        orders = [torch.cat(list(shuffle.epoch_batches())).tolist() for shuffle in shuffles for _ in range(3)]
+        assert len({tuple(order) for order in orders}) == 6
+        assert torch.cat(list(make(rows, batch_size + 1, seed).epoch_batches())).tolist() == orders[0]
+
+    differ()
+
+
+def check_order_continues_from_every_position(make: type[Shuffle]) -> None:
+    @few
+    @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 2**63 - 1))
+    def continues(rows: int, batch_size: int, seed: int) -> None:
+        whole = make(rows, batch_size, seed)
+        batches: list[list[int]] = []
+        positions = [whole.position()]
+        for _ in range(3):
+            for index in whole.epoch_batches():
+                batches.append(index.tolist())
+                positions.append(json.loads(json.dumps(whole.position())))
+        for done, position in enumerate(positions):
+            rest = make(rows, batch_size, seed)
+            rest.restore(position)
+            found = []
+            while rest.epoch < 3:
+                found += [index.tolist() for index in rest.epoch_batches()]
+            assert found == batches[done:]
+
+    continues()
+
+
+class DropsTheRemainder(Shuffle):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.batches_per_epoch = max(1, self.rows // self.batch_size)
+
+    def epoch_batches(self) -> Iterator[Tensor]:
+        return (index[: self.batch_size] for index in super().epoch_batches())
+
+
+class LeavesARowAlone(Shuffle):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.batches_per_epoch = -(-self.rows // self.batch_size)
+
+
+class ShowsEvenRowsTwice(Shuffle):
+    def epoch_batches(self) -> Iterator[Tensor]:
+        return (index - index % 2 for index in super().epoch_batches())
+
+
+class RepeatsItsOrder(Shuffle):
+    def epoch_batches(self) -> Iterator[Tensor]:
+        epoch, self.epoch = self.epoch, 0
+        yield from super().epoch_batches()
+        self.epoch = epoch + 1
+
+
+class ForgetsTheBatch(Shuffle):
+    def restore(self, position: dict[str, int]) -> None:
+        super().restore({**position, "batch": 0})
+
+
+class ForgetsTheEpoch(Shuffle):
+    def restore(self, position: dict[str, int]) -> None:
+        super().restore({**position, "epoch": 0})
+
+
+class MovesLate(Shuffle):
+    """The position moves when a batch is done with, not when it is handed out."""
+
+    def position(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "batch": max(0, self.batch - 1)}
+
+
+class WatchedSplit(PackedSplit):
+    """Remembers the rows that are asked for by index."""
+
+    seen: list[list[int]]
+
+    def batch(self, index: slice | Tensor) -> Batch:
+        if isinstance(index, Tensor):
+            self.seen.append(index.tolist())
+        return super().batch(index)
+
+
+def check_loop_shows_every_row_once_an_epoch(fit: Fit) -> None:
+    tables = world(rows=41, make=WatchedSplit)
+    assert isinstance(tables.train, WatchedSplit)
+    tables.train.seen = []
+    recipe = replace(SMALL, batch_size=10, max_epochs=3, patience=3)
+    fit(model_of(tables.statistics), tables.train, tables.valid, recipe, seed=1)
+    assert [len(rows) for rows in tables.train.seen] == [10, 10, 10, 11] * 3
+    orders = [list(chain.from_iterable(tables.train.seen[start : start + 4])) for start in (0, 4, 8)]
+    assert all(sorted(order) == list(range(41)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+# Reading from the device
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes a host wait for its device: values read as Python numbers, and shapes that depend on them."""
+
+    WAITING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "_unique2",
+        "is_nonzero",
+        "equal",
+        "allclose",
+    )
+    METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in self.WAITING or masked:
+            self.reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, self:
+            for method in self.METHODS:
+                patch.setattr(Tensor, method, self._counted(method, getattr(Tensor, method)))
+            yield
+
+    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.reads.append(name)
+            return original(*arguments, **options)
+
+        return counted
+
+
+def check_no_batch_waits_for_the_device(fit: Fit, encoder: str = "scalarlens", backbone: str = "deepfm") -> None:
+    tables = world()
+    recipe = replace(SMALL, batch_size=20, averaging=0.9, dropout=0.1, batch_norm=True, embedding_l2=1e-3, max_epochs=2)
+    host = HostReads()
+    counts: list[list[int]] = [[], []]
+
+    def progress(epoch: int, done: int, rows: int, entry: dict[str, Any] | None) -> None:
+        if entry is None:
+            counts[epoch - 1].append(len(host.reads))
+
+    model = model_of(tables.statistics, recipe, encoder=encoder, backbone=backbone)
+    with host.watching():
+        fit(model, tables.train, tables.valid, recipe, seed=1, progress=progress)
+    assert [len(epoch) for epoch in counts] == [4, 4]
+    assert counts[1][0] > counts[0][-1], "the end of an epoch does read; if nothing is seen there, nothing is watched"
+    for epoch in counts:
+        assert epoch[0] == epoch[-1], host.reads[epoch[0] : epoch[-1]]
+
+
+def reading(read: Callable[[Tensor], Any]) -> type[loop._Run]:
+    """A loop that looks at the loss after every batch."""
+
+    class Reads(loop._Run):
+        def train_epoch(self, progress: Any, checkpoint_seconds: float) -> None:
+            def look(*told: Any) -> None:
+                read(self.loss_sum)
+                progress(*told)
+
+            super().train_epoch(look, checkpoint_seconds)
+
+    return Reads
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda loss: loss.item(),
+    "float": float,
+    "bool": lambda loss: bool(loss > 0),
+    "tolist": lambda loss: loss.tolist(),
+    "numpy": lambda loss: loss.numpy(),
+    "cpu": lambda loss: loss.cpu(),
+    "format": lambda loss: f"{loss:.3f}",
+    "mask": lambda loss: loss[loss > 0],
+    "nonzero": lambda loss: torch.nonzero(loss),
+}
+
+
+@pytest.mark.parametrize("name", encoders.encoders.names())
+def test_no_encoder_waits_for_the_device(name: str) -> None:
+    check_no_batch_waits_for_the_device(fit, encoder=name)
+
+
+@pytest.mark.parametrize("name", backbones.backbones.names())
+def test_no_backbone_waits_for_the_device(name: str) -> None:
+    check_no_batch_waits_for_the_device(fit, encoder="deer", backbone=name)
+
+
+# Every check, and what it rejects
+
+
+FIT_MUTANTS: list[tuple[Check, str, Fit]] = [
+    (check_no_place_for_test_data, "a parameter for test data", fit_that_takes_test),
+    (check_no_place_for_test_data, "any keyword", fit_that_takes_anything),
+    (check_one_class_is_refused, "takes one class", broken(_Run=TakesOneClass)),
+    (check_stops_in_time, "ties improve", broken(_Run=TiesImprove)),
+    (check_stops_in_time, "counts all bad epochs", broken(_Run=CountsAllBadEpochs)),
+    (check_stops_in_time, "waits one more", broken(_Run=WaitsOneMore)),
+    (check_stops_in_time, "has no limit", broken(_Run=HasNoLimit)),
+    (check_first_of_the_best_is_best, "ties improve", broken(_Run=TiesImprove)),
+    (check_best_weights_are_restored, "keeps the last", broken(_Run=KeepsTheLast)),
+    (check_last_epoch_is_worse_and_dropped, "keeps the last", broken(_Run=KeepsTheLast)),
+    (check_rates_are_recorded, "cuts every epoch", broken(_Run=CutsEveryEpoch)),
+    (check_rates_are_recorded, "never cuts", broken(_Run=NeverCuts)),
+    (check_steps_follow_adam, "records a rate that is not used", broken(_Run=RecordsARateThatIsNotUsed)),
+    (check_steps_follow_adam, "counts full batches", broken(_Run=CountsFullBatches)),
+    (check_steps_follow_adam, "penalises everything", adam(lambda model, recipe: penalised(model, recipe, ""))),
+    (check_steps_follow_adam, "penalises nothing", adam(lambda model, recipe: penalised(model, recipe, "none"))),
+    (
+        check_steps_follow_adam,
+        "penalises vectors alone",
+        adam(lambda model, recipe: penalised(model, recipe, "categories")),
+    ),
+    (
+        check_steps_follow_adam,
+        "decouples the penalty",
+        adam(lambda model, recipe: penalised(model, recipe, "categor"), torch.optim.AdamW),
+    ),
+    (check_averaging_follows_its_formula, "averages the start", broken(Average=AveragesTheStart)),
+    (check_averaging_follows_its_formula, "averages all alike", broken(Average=AveragesAllAlike)),
+    (check_averaging_follows_its_formula, "averages at the end", broken(_Run=AveragesAtTheEnd)),
+    (check_averages_are_what_is_validated, "validates the newest", broken(_Run=ValidatesTheNewest)),
+    (check_averaging_leaves_the_training_alone, "stays in the model", broken(Average=StaysInTheModel)),
+    (check_divergence_is_a_failure, "predicts a constant", broken(_Run=PredictsAConstant)),
+    (check_divergence_is_a_failure, "trusts the loss", broken(_Run=TrustsTheLoss)),
+    (check_seed_decides_the_bits, "forgets the seed", broken(Shuffle=ForgetsTheSeed)),
+    (check_seed_decides_the_bits, "draws a seed", broken(Shuffle=DrawsASeed)),
+    (check_loop_shows_every_row_once_an_epoch, "drops the remainder", broken(Shuffle=DropsTheRemainder)),
+    (check_loop_shows_every_row_once_an_epoch, "shows even rows twice", broken(Shuffle=ShowsEvenRowsTwice)),
+    *(
+        (check_no_batch_waits_for_the_device, f"reads by {how}", broken(_Run=reading(read)))
+        for how, read in READS.items()
+    ),
+]
+SHUFFLE_MUTANTS: list[tuple[Check, str, type[Shuffle]]] = [
+    (check_every_row_once_an_epoch, "drops the remainder", DropsTheRemainder),
+    (check_every_row_once_an_epoch, "leaves a row alone", LeavesARowAlone),
+    (check_every_row_once_an_epoch, "shows even rows twice", ShowsEvenRowsTwice),
+    (check_orders_differ, "repeats its order", RepeatsItsOrder),
+    (check_orders_differ, "forgets the seed", ForgetsTheSeed),
+    (check_order_continues_from_every_position, "forgets the batch", ForgetsTheBatch),
+    (check_order_continues_from_every_position, "forgets the epoch", ForgetsTheEpoch),
+    (check_order_continues_from_every_position, "moves late", MovesLate),
+]
+
+
+def name_of(part: Any) -> str:
+    return part if isinstance(part, str) else getattr(part, "__name__", "")
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for check, *_ in FIT_MUTANTS), ids=name_of)
+def test_loop(check: Check) -> None:
+    check(fit)
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for check, *_ in SHUFFLE_MUTANTS), ids=name_of)
+def test_shuffle(check: Check) -> None:
+    check(Shuffle)
+
+
+@pytest.mark.parametrize(("check", "flaw", "mutant"), [*FIT_MUTANTS, *SHUFFLE_MUTANTS], ids=name_of)
+def test_mutant_is_rejected(check: Check, flaw: str, mutant: Any) -> None:
+    with pytest.raises(REJECTED):
+        check(mutant)
+
+
+# Recipes
+
+
+def test_paper_recipe_is_the_papers() -> None:
+    assert asdict(RECIPES["paper"]) == {
+        "hidden": (256, 128, 64),
+        "dropout": 0.0,
+        "batch_norm": False,
+        "embedding_dim": 16,
+        "category_std": 0.01,
+        "batch_size": 4096,
+        "learning_rate": 1e-3,
+        "patience": 2,
+        "max_epochs": 50,
+        "averaging": 0.0,
+        "embedding_l2": 0.0,
+        "plateau_factor": 1.0,
+    }
+
+
+def test_bars_recipe_is_the_published_one() -> None:
+    """DCNv2_criteo_x4_001 of the BARS benchmark; what it shares with the paper's protocol is the paper's."""
+    assert asdict(RECIPES["bars"]) == asdict(RECIPES["paper"]) | {
+        "batch_size": 10000,
+        "learning_rate": 0.001,
+        "plateau_factor": 0.1,
+        "embedding_l2": 1e-05,
+        "dropout": 0.1,
+        "batch_norm": True,
+        "hidden": (1000, 1000, 1000, 1000, 1000),
+        "max_epochs": 100,
+    }
+    assert options_of(backbones.backbones.get("dcnv2")) == {"cross_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("embedding_dim", "batch_size", "patience", "max_epochs") for value in (0, -1)),
+        *(("learning_rate", value) for value in (0.0, -1e-3, float("nan"), float("inf"))),
+        *((name, value) for name in ("embedding_l2", "category_std") for value in (-1e-9, float("nan"), float("inf"))),
+        *((name, value) for name in ("averaging", "dropout") for value in (-0.1, 1.0, 1.5, float("nan"))),
+        *(("plateau_factor", value) for value in (0.0, -0.5, 1.1, float("nan"))),
+        ("hidden", (8, 0)),
+        ("hidden", (-1,)),
+    ],
+)
+def test_impossible_recipe_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"recipe: {name} must be .*; got") as caught:
+        Recipe(**{name: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_all_that_is_wrong_with_a_recipe_is_told_at_once() -> None:
+    with pytest.raises(UsageError, match=r"batch_size .*; got 0; .*dropout .*; got 2.0; plateau_factor .*; got 0"):
+        Recipe(batch_size=0, dropout=2.0, plateau_factor=0.0)
+
+
+def test_batch_norm_needs_more_than_one_row() -> None:
+    with pytest.raises(UsageError, match="batch_norm needs a batch_size above 1"):
+        Recipe(batch_norm=True, batch_size=1)
+    assert Recipe(batch_norm=True, batch_size=2).tower.batch_norm
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"batch_size": 1, "patience": 1, "max_epochs": 1, "embedding_dim": 1, "learning_rate": 1e-30},
+        {"averaging": 0.0, "dropout": 0.0, "embedding_l2": 0.0, "category_std": 0.0, "plateau_factor": 1.0},
+        {"averaging": 0.9999, "dropout": 0.9999, "plateau_factor": 1e-9, "hidden": ()},
+    ],
+)
+def test_recipe_at_its_limits_is_taken(limits: dict[str, Any]) -> None:
+    assert vars(Recipe(**limits)).items() >= limits.items()
+
+
+def job_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> scalarlens.job.Job:
+    """The job that the command line makes of some options; nothing is trained."""
+    jobs = []
+
+    def caught(job: scalarlens.job.Job, *_: Any, **__: Any) -> None:
+        jobs.append(job)
+        raise UsageError("caught")
+
+    monkeypatch.setattr(scalarlens.job, "train", caught)
+    parts = ["--encoder", "deer", "--backbone", "dcnv2", "--input-scale", "raw"]
+    assert main(["train", "data", *parts, "--seed", "1", "--out", "run", "--device", "cpu", *options]) == 2
+    return jobs[0]
+
+
+def count_modules(model: CtrModel) -> tuple[list[float], int]:
+    dropouts = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    return dropouts, sum(isinstance(module, torch.nn.BatchNorm1d) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "modules"),
+    [
+        ([], ([], 0)),
+        (["--option", "recipe.dropout=0.25"], ([0.25] * 3, 0)),
+        (["--option", "recipe.batch_norm=true"], ([], 3)),
+        (["--recipe", "bars"], ([0.1] * 5, 5)),
+        (["--recipe", "bars", "--option", "recipe.hidden=[4,4]"], ([0.1] * 2, 2)),
+    ],
+)
+def test_recipe_reaches_the_backbone(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], modules: tuple[list[float], int]
+) -> None:
+    job = job_of(monkeypatch, *options)
+    model = CtrModel.build(job.spec, TINY.statistics)
+    assert count_modules(model) == modules
+    assert job.spec.tower == job.recipe.tower == Tower(job.recipe.hidden, job.recipe.dropout, job.recipe.batch_norm)
+
+
+def test_category_std_and_dimension_reach_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(monkeypatch, "--option", "recipe.category_std=0.5", "--option", "recipe.embedding_dim=64")
+    table = CtrModel.build(job.spec, TINY.statistics).categories.weight[2:8]
+    assert table.shape == (6, 64)
+    assert table.std().item() == pytest.approx(0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63])
+def test_seed_that_no_generator_takes_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, seed: int) -> None:
+    command = ["train", str(tmp_path), "--encoder", "deer", "--backbone", "dnn", "--input-scale", "raw", "--out", "run"]
+    assert main([*command, f"--seed={seed}"]) == 2
+    assert f"got {seed}" in capsys.readouterr().err
+
+
+# Golden curves
+
+
+def test_golden_curves() -> None:
+    """Loss and validation AUC of every epoch, as committed; `python tests/golden/regenerate.py` writes them anew."""
+    expected = json.loads((GOLDEN / "training.json").read_text())
+    found = runpy.run_path(str(GOLDEN / "regenerate.py"))["training_curves"]()
+    assert found.keys() == expected.keys() == {"scalarlens", "deer"}
+    for encoder, curve in expected.items():
+        assert len(found[encoder]) == len(curve) > 2
+        for entry, committed in zip(found[encoder], curve, strict=True):
+            assert entry == pytest.approx(committed, rel=0, abs=1e-5), encoder
+
+
+def test_golden_curves_are_of_a_training_that_learns() -> None:
+    """A curve that stands still would be golden for a loop that does nothing."""
+    for curve in json.loads((GOLDEN / "training.json").read_text()).values():
+        assert curve[-1]["train_loss"] < curve[0]["train_loss"] - 0.01
+        assert curve[-1]["valid_auc"] > 0.6

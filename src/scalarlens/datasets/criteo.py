@@ -6,7 +6,16 @@ from pathlib import Path
 
 from scalarlens.datasets.files import Table, open_text
 from scalarlens.datasets.parts import Part, deal_in_order, deal_randomly
-from scalarlens.datasets.source import COMPRESSIONS, Opened, Source, SourceFile, SplitRule, refuse_header, schema_of, sources
+from scalarlens.datasets.source import (
+    COMPRESSIONS,
+    Opened,
+    Source,
+    SourceFile,
+    SplitRule,
+    refuse_header,
+    schema_of,
+    sources,
+)
 
 NUMERIC = " ".join(f"I{number}" for number in range(1, 14))
 CATEGORICAL = " ".join(f"C{number}" for number in range(1, 27))
@@ -32,8 +41,8 @@ class Criteo(Source):
     files = (SourceFile("train.txt", "45,840,617 rows without a header, separated by tabs; or a folder of such files"),)
     licence = "Criteo's own terms for the data of the challenge; read them where you download"
     obtain = (
-        "download the Kaggle Display Advertising Challenge data from Criteo (ailab.criteo.com) and unpack its train.txt; "
-        "Criteo publishes no checksum"
+        "download the data of the Kaggle Display Advertising Challenge from Criteo (ailab.criteo.com) and unpack its "
+        "train.txt; no checksum of it is published"
     )
     splits = (
         SplitRule("random", "80/10/10 % of all rows, drawn with the seed", seeded=True),

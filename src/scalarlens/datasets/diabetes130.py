@@ -55,9 +55,7 @@ class Diabetes130(Source):
     )
     licence = "UCI lists CC BY 4.0 (as remembered, not verified)"
     obtain = "download it from the page of UCI's data set 296, Diabetes 130-US hospitals for years 1999-2008"
-    splits = (
-        SplitRule("random", "80/10/10 % of the patients with all their stays, drawn with the seed", seeded=True),
-    )
+    splits = (SplitRule("random", "80/10/10 % of the patients with all their stays, drawn with the seed", seeded=True),)
 
     def __init__(self, *, keep_deceased: bool = False) -> None:
         self.keep_deceased = keep_deceased

@@ -161,7 +161,9 @@ class Shuffle:
     def epoch_batches(self) -> Iterator[Tensor]:
         """Row indices of what is left of this epoch; the position moves before a batch is handed out."""
         order = torch.from_numpy(np.random.default_rng([self.seed, self.epoch]).permutation(self.rows))
-        order = order.to(self._device)
+        if torch.device(self._device).type == "cuda":
+            order = order.pin_memory()  # so that not even the copy of an epoch's order waits for the device
+        order = order.to(self._device, non_blocking=True)
         while self.batch < self.batches_per_epoch:
             start = self.batch * self.batch_size
             self.batch += 1

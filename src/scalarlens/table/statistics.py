@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,11 @@ QUANTILE_LEVELS = 4096
 UNIQUE_LIMIT = 100_000
 #: no more decimal places than this are looked for
 MAX_DECIMALS = 4
+#: distinct values of a column are summed in blocks of this many, wherever its rows came from
+BLOCK_VALUES = 1 << 16
+
+#: sorted distinct values of a column with their counts, block by block; may be walked more than once
+Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +43,15 @@ class Vocabulary:
     @property
     def size(self) -> int:
         return len(self.texts) + self.FIRST_ID
+
+
+class VocabularyStream(NamedTuple):
+    """A vocabulary that need not be in memory: `size` categories with their counts, in pieces."""
+
+    missing: int
+    rare: int
+    size: int
+    pieces: Iterable[tuple[Sequence[str], np.ndarray]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,19 +132,34 @@ class TrainingStatistics:
         """`(x - mean) / std` with the training moments, over the last axis."""
         return (values - self.mean) / np.maximum(self.std, 1e-12)
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Everything but the vocabularies."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "vocabularies"}
+
+    def stream_vocabularies(self) -> Iterator[VocabularyStream]:
+        for vocabulary in self.vocabularies:
+            kept = [(vocabulary.texts, vocabulary.counts)]
+            yield VocabularyStream(vocabulary.missing, vocabulary.rare, len(vocabulary.texts), kept)
+
     def digest(self) -> str:
         """SHA-256 over every number and every category."""
-        sha = hashlib.sha256()
-        for field in fields(self):
-            if field.name != "vocabularies":
-                array = np.ascontiguousarray(getattr(self, field.name))
-                sha.update(f"{field.name}:{array.dtype.str}:{array.shape};".encode() + array.tobytes())
-        for vocabulary in self.vocabularies:
-            sha.update(f"{vocabulary.missing}:{vocabulary.rare}:{len(vocabulary.texts)};".encode())
-            for text, count in zip(vocabulary.texts, vocabulary.counts.tolist(), strict=True):
-                encoded = text.encode()
-                sha.update(f"{len(encoded)}:{count}:".encode() + encoded)
-        return sha.hexdigest()
+        return digest_of(self.numbers, self.stream_vocabularies())
+
+
+def digest_of(numbers: dict[str, Any], vocabularies: Iterable[VocabularyStream]) -> str:
+    """The digest of `TrainingStatistics`, for vocabularies that need not be in memory."""
+    sha = hashlib.sha256()
+    for name, value in numbers.items():
+        array = np.ascontiguousarray(value)
+        sha.update(f"{name}:{array.dtype.str}:{array.shape};".encode() + array.tobytes())
+    for vocabulary in vocabularies:
+        sha.update(f"{vocabulary.missing}:{vocabulary.rare}:{vocabulary.size};".encode())
+        for texts, counts in vocabulary.pieces:
+            encoded = [text.encode() for text in texts]
+            lines = (b"%d:%d:%b" % (len(e), n, e) for e, n in zip(encoded, counts.tolist(), strict=True))
+            sha.update(b"".join(lines))
+    return sha.hexdigest()
 
 
 class StatisticsBuilder:
@@ -156,8 +187,7 @@ class StatisticsBuilder:
         self._rows += len(values)
 
     def finish(self) -> TrainingStatistics:
-        columns = [_describe(*counter.totals()) for counter in self._columns]
-        stacked = {key: np.array([c[key] for c in columns]) for key in columns[0]} if columns else _no_columns()
+        stacked = stack_columns([describe(_in_blocks(*counter.totals())) for counter in self._columns])
         vocabularies = zip(self._categories, self._min_counts, strict=True)
         return TrainingStatistics(
             rows=self._rows,
@@ -198,59 +228,94 @@ class _ValueCounts:
         self._pending, self._pending_size = [], 0
 
 
-def _describe(values: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray | float | int]:
-    """Statistics of one column from its sorted distinct values and their counts."""
-    present = int(counts.sum())
-    if present == 0:
-        values, counts = np.zeros(1), np.ones(1, dtype=np.int64)
-    mean, std = _moments(values, counts)
+def _in_blocks(values: np.ndarray, counts: np.ndarray) -> Blocks:
+    def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, len(values), BLOCK_VALUES):
+            yield values[start : start + BLOCK_VALUES], counts[start : start + BLOCK_VALUES]
+
+    return blocks
+
+
+def describe(blocks: Blocks) -> dict[str, Any]:
+    """Statistics of one column from its sorted distinct values and their counts, in blocks of `BLOCK_VALUES`."""
+    present = distinct = 0
+    low = high = 0.0
+    for values, counts in blocks():
+        low = low if distinct else float(values[0])
+        high = float(values[-1])
+        present, distinct = present + int(counts.sum()), distinct + len(values)
+    if not present:
+        blocks = _in_blocks(np.zeros(1), np.ones(1, dtype=np.int64))
+    mean, std = _moments(blocks, max(abs(low), abs(high)), max(present, 1))
     return {
         "present": present,
-        "low": values[0],
-        "high": values[-1],
+        "low": low,
+        "high": high,
         "mean": mean,
         "std": std,
-        "n_unique": min(len(values), UNIQUE_LIMIT) if present else 0,
-        "quantiles": _quantile_grid(values, counts),
-        "decimals": _decimal_places(values, counts),
-        "decimals_standardized": _decimal_places((values - mean) / max(std, 1e-12), counts),
+        "n_unique": min(distinct, UNIQUE_LIMIT),
+        "quantiles": _quantile_grid(blocks, max(present, 1)),
+        "decimals": _decimal_places(blocks, lambda values: values),
+        "decimals_standardized": _decimal_places(blocks, lambda values: (values - mean) / max(std, 1e-12)),
     }
 
 
-def _no_columns() -> dict[str, np.ndarray]:
+def stack_columns(columns: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """What `describe` says of several columns, one array per statistic."""
+    if columns:
+        return {key: np.array([column[key] for column in columns]) for key in columns[0]}
     empty = {key: np.empty(0) for key in ("low", "high", "mean", "std")}
     whole = {key: np.empty(0, np.int64) for key in ("present", "n_unique", "decimals", "decimals_standardized")}
     return {**empty, **whole, "quantiles": np.empty((0, QUANTILE_LEVELS + 1))}
 
 
-def _moments(values: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation, scaled so that neither overflows."""
-    scale = max(abs(values[0]), abs(values[-1])) or 1.0
-    total = counts.sum()
-    mean = float((values / scale * counts).sum() / total)
-    variance = float((np.square(values / scale - mean) * counts).sum() / total)
-    return mean * scale, variance**0.5 * scale
+def _moments(blocks: Blocks, largest: float, total: int) -> tuple[float, float]:
+    """Mean and standard deviation.
+
+    The values are divided by a power of two, which is exact, so that neither moment overflows. The sums of the
+    blocks are added without rounding, so that nothing depends on the order in which rows came.
+    """
+    exponent = math.frexp(largest)[1]
+
+    def scaled() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return ((np.ldexp(values, -exponent), counts) for values, counts in blocks())
+
+    mean = math.fsum(float((values * counts).sum()) for values, counts in scaled()) / total
+    variance = math.fsum(float((np.square(values - mean) * counts).sum()) for values, counts in scaled()) / total
+    return math.ldexp(mean, exponent), math.ldexp(math.sqrt(variance), exponent)
 
 
-def _quantile_grid(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _quantile_grid(blocks: Blocks, total: int) -> np.ndarray:
     """Linear-interpolated quantiles at j/4096: position `level * (n - 1)` in the sorted column."""
-    ends = np.cumsum(counts)
-    position = np.arange(QUANTILE_LEVELS + 1) * (ends[-1] - 1)
+    position = np.arange(QUANTILE_LEVELS + 1) * (total - 1)
     rank, part = position // QUANTILE_LEVELS, (position % QUANTILE_LEVELS) / QUANTILE_LEVELS
-    lower = values[np.searchsorted(ends, rank, side="right")]
-    upper = values[np.searchsorted(ends, np.minimum(rank + 1, ends[-1] - 1), side="right")]
+    ranks = (rank, np.minimum(rank + 1, total - 1))
+    lower, upper = np.empty(len(rank)), np.empty(len(rank))
+    begin = 0
+    for values, counts in blocks():
+        ends = begin + np.cumsum(counts)
+        for wanted, found in zip(ranks, (lower, upper), strict=True):
+            here = slice(*np.searchsorted(wanted, (begin, ends[-1])))
+            found[here] = values[np.searchsorted(ends, wanted[here], side="right")]
+        begin = ends[-1]
     half = (upper * 0.5 - lower * 0.5) * part
     return lower + half + half  # in two steps, because the whole range can overflow
 
 
-def _decimal_places(values: np.ndarray, counts: np.ndarray) -> int:
+def _decimal_places(blocks: Blocks, change: Callable[[np.ndarray], np.ndarray]) -> int:
     """The fewest decimal places, up to four, that hold 99.9 % of the values exactly."""
-    for places in range(MAX_DECIMALS):
-        scaled = values * 10.0**places
-        whole = np.abs(scaled - np.round(scaled)) <= np.maximum(1e-6, 4 * np.spacing(np.abs(scaled)))
-        if counts[whole].sum() >= 0.999 * counts.sum():
-            return places
-    return MAX_DECIMALS
+    exact, total = np.zeros(MAX_DECIMALS, dtype=np.int64), 0
+    for values, counts in blocks():
+        changed = change(values)
+        total += int(counts.sum())
+        for places in range(MAX_DECIMALS):
+            # A value whose shifted point overflows has no decimal places to look for; NaN compares as false.
+            with np.errstate(over="ignore", invalid="ignore"):
+                scaled = changed * 10.0**places
+                whole = np.abs(scaled - np.round(scaled)) <= np.maximum(1e-6, 4 * np.spacing(np.abs(scaled)))
+            exact[places] += counts[whole].sum()
+    enough = np.flatnonzero(exact >= 0.999 * total)
+    return int(enough[0]) if len(enough) else MAX_DECIMALS
 
 
 def _vocabulary(counts: dict[str | None, int], min_count: int) -> Vocabulary:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.ipc
 
 from scalarlens.errors import ArtifactError, ScalarLensError
-from scalarlens.storage import read_arrow, write_arrow
+from scalarlens.storage import read_arrow, replacing, write_arrow
 from scalarlens.table.statistics import (
     MAX_DECIMALS,
     QUANTILE_LEVELS,
     UNIQUE_LIMIT,
     TrainingStatistics,
     Vocabulary,
+    VocabularyStream,
 )
 
 STATISTICS_FILE = "statistics.arrow"
@@ -35,19 +39,44 @@ _STATISTICS = pa.schema([*_PER_FIELD.items(), ("quantiles", pa.list_(pa.float64(
 _VOCABULARIES = pa.schema([("field", pa.int32()), ("text", pa.string()), ("count", pa.int64())])
 #: vocabulary rows that hold the count of missing and of rare cells instead of a category
 _MISSING, _RARE = 0, 1
+#: vocabularies are written in batches of this many rows
+BATCH_ROWS = 1 << 16
 
 
 def save_statistics(statistics: TrainingStatistics, folder: Path) -> None:
     """Write both files; the number of training rows is not in them, the document beside them states it."""
-    columns = {name: pa.array(getattr(statistics, name), kind) for name, kind in _PER_FIELD.items()}
-    columns["quantiles"] = pa.array(list(statistics.quantiles), pa.list_(pa.float64()))
+    write_statistics(folder, statistics.numbers, statistics.stream_vocabularies())
+
+
+def write_statistics(folder: Path, numbers: Mapping[str, Any], vocabularies: Iterable[VocabularyStream]) -> None:
+    """Both files from numbers by their names and vocabularies as streams."""
+    columns = {name: pa.array(numbers[name], kind) for name, kind in _PER_FIELD.items()}
+    columns["quantiles"] = pa.array(list(numbers["quantiles"]), pa.list_(pa.float64()))
     write_arrow(folder / STATISTICS_FILE, pa.table(columns, schema=_STATISTICS))
-    field, text, count = [], [], []
-    for index, vocabulary in enumerate(statistics.vocabularies):
-        field += [index] * vocabulary.size
-        text += [None, None, *vocabulary.texts]
-        count += [vocabulary.missing, vocabulary.rare, *vocabulary.counts.tolist()]
-    write_arrow(folder / VOCABULARIES_FILE, pa.table([field, text, count], schema=_VOCABULARIES))
+    with (
+        replacing(folder / VOCABULARIES_FILE) as partial,
+        partial.open("wb") as file,
+        pa.ipc.new_file(file, _VOCABULARIES) as writer,
+    ):
+        for field, vocabulary in enumerate(vocabularies):
+            for batch in _batches_of(field, vocabulary):
+                writer.write_table(batch)
+
+
+def _batches_of(field: int, vocabulary: VocabularyStream) -> Iterator[pa.Table]:
+    """The rows of one vocabulary in batches of one size, however large the pieces are that they come in."""
+    head = ([None] * Vocabulary.FIRST_ID, np.array([vocabulary.missing, vocabulary.rare]))
+    waiting = _VOCABULARIES.empty_table()
+    for texts, counts in chain([head], vocabulary.pieces):
+        piece = pa.table(
+            [pa.array([field] * len(texts), pa.int32()), pa.array(texts, pa.string()), counts], schema=_VOCABULARIES
+        )
+        waiting = pa.concat_tables([waiting, piece])
+        while waiting.num_rows >= BATCH_ROWS:
+            yield waiting.slice(0, BATCH_ROWS).combine_chunks()
+            waiting = waiting.slice(BATCH_ROWS)
+    if waiting.num_rows:
+        yield waiting.combine_chunks()
 
 
 def load_statistics(folder: Path, rows: int, refuse: type[ScalarLensError] = ArtifactError) -> TrainingStatistics:
