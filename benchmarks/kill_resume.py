@@ -6,6 +6,8 @@ python benchmarks/kill_resume.py --kills 20 --seed 0
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import random
 import subprocess
@@ -63,10 +65,10 @@ class Training(NamedTuple):
         _ended(self.start(*more), well=(0,))
         return time.monotonic() - began
 
-    def kill(self, moment: Callable[[float], bool]) -> bool:
+    def kill(self, moment: Callable[[float], bool], *more: str) -> bool:
         """Start, and send SIGKILL as soon as `moment(seconds)` is true; false if the training ended before that."""
         began = time.monotonic()
-        process = self.start()
+        process = self.start(*more)
         while process.poll() is None and not moment(time.monotonic() - began):
             time.sleep(2e-4)
         process.kill()
@@ -105,7 +107,8 @@ def prepare_table(folder: Path, rows: int) -> Path:
     pq.write_table(make_click_log(rows, seed=7).table, folder / "log.parquet")
     (folder / "schema.toml").write_text(SCHEMA.to_toml(), encoding="utf-8")
     source = ["--schema", str(folder / "schema.toml"), "--train", str(folder / "log.parquet")]
-    code = scalarlens(["prepare", *source, "--split", "random", "--seed", "1", "--out", str(folder / "data"), "--json"])
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = scalarlens(["prepare", *source, "--split", "random", "--seed", "1", "--out", str(folder / "data")])
     if code != 0:
         raise RuntimeError(f"preparing the table ended with exit code {code}")
     return folder / "data"
@@ -115,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=2500)
+    parser.add_argument("--rows", type=int, default=6000)
     chosen = parser.parse_args()
     chance = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as temporary:

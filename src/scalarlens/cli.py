@@ -90,7 +90,7 @@ def _add_demo(commands: Any) -> None:
         commands, "demo", _demo, "train ScalarLens and DEER on a made click log", quiet=True, machine=True
     )
     parser.add_argument("--out", type=Path, default=Path("demo"))
-    parser.add_argument("--rows", type=int, default=150_000)
+    parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=2026)
     _device_option(parser)
 
@@ -179,17 +179,30 @@ def _add_prepare(commands: Any) -> None:
     own.add_argument("--test", type=Path)
     parser.add_argument("--split", choices=("random", "time", "official"), help="random divides 80/10/10, with --seed")
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--memory-limit", default="2GB", metavar="SIZE", help="such as 1500MB or 2GB, or GiB")
     parser.add_argument("--out", type=Path, required=True)
 
 
 def _prepare(chosen: argparse.Namespace) -> None:
-    from scalarlens.datasets.prepare import prepare
+    from scalarlens.datasets.parts import SPLITS
+    from scalarlens.datasets.prepare import parse_bytes, prepare
+    from scalarlens.progress import StageReporter
 
+    memory_limit = parse_bytes(chosen.memory_limit, "--memory-limit")
     opened = _open_tables(chosen) if chosen.source is None else _open_source(chosen)
     for note in opened.notes:
         _note(note)
-    prepared = prepare(opened.schema, opened.parts, chosen.out, opened.origin)
-    rows = {name: split["rows"] for name, split in prepared.splits.items()}
+    with StageReporter(chosen.quiet) as reporter:
+        prepared = prepare(
+            opened.schema,
+            opened.parts,
+            chosen.out,
+            opened.origin,
+            shuffle_seed=opened.origin.get("seed"),
+            memory_limit=memory_limit,
+            progress=reporter.progress,
+        )
+    rows = {name: prepared.splits[name]["rows"] for name in SPLITS if name in prepared.splits}
     if chosen.json:
         digests = {"digest": prepared.digest, "training_digest": prepared.training_digest}
         _print_json({"rows": rows, **digests, "notes": list(opened.notes)})

@@ -72,7 +72,7 @@ def check_contract(contract: dict[str, Any], folder: Path) -> None:
             f"{folder}: contract.json has format {shown(contract.get('format'))}; this version reads {CONTRACT_FORMAT}"
         )
     rows = contract.get("training_rows")
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+    if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows < 1 << 63:
         raise ArtifactError(f"{folder}: contract.json needs training_rows from 1; got {shown(rows)}")
 
 

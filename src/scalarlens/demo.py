@@ -11,17 +11,17 @@ import pyarrow.parquet as pq
 import torch
 
 from scalarlens import metrics
-from scalarlens.artifact import ModelArtifact
+from scalarlens.artifact import MANIFEST, ModelArtifact
 from scalarlens.datasets.click_log import SCHEMA, ClickLog, make_click_log
 from scalarlens.datasets.files import open_table
 from scalarlens.datasets.parts import Part
 from scalarlens.datasets.prepare import prepare
 from scalarlens.datasets.prepared import PreparedTable
 from scalarlens.errors import UsageError
-from scalarlens.job import Job, evaluate, train
+from scalarlens.job import RUN_FILE, Job, evaluate, train
 from scalarlens.model import ModelSpec
 from scalarlens.progress import Reporter
-from scalarlens.report import demo_report
+from scalarlens.report import demo_report, response_figure
 from scalarlens.scoring import predict_file
 from scalarlens.storage import sha256_of_file, write_atomic
 from scalarlens.training import Recipe
@@ -47,7 +47,9 @@ class DemoSummary:
                 f"{name:16}{found['auc']:8.4f}{found['log_loss']:10.4f}{found['ece']:8.4f}"
                 f"{found['best_epoch']:12d}{found['seconds']:9.1f}"
             )
-        return "\n".join([*lines, "", *(f"{what:9} {path}" for what, path in self.document["files"].items())])
+        files = [f"{what:9} {path}" for what, path in self.document["files"].items()]
+        digests = [f"{what:9} sha256 {digest}" for what, digest in self.document["digests"].items()]
+        return "\n".join([*lines, "", *files, *digests])
 
 
 def run_demo(out: Path, *, rows: int, seed: int, device: torch.device, reporter: Reporter) -> DemoSummary:
@@ -55,32 +57,33 @@ def run_demo(out: Path, *, rows: int, seed: int, device: torch.device, reporter:
     if rows < 1000:
         raise UsageError(f"the demo needs at least 1000 rows to train on; got {rows}")
     test = _prepare(out, rows, seed)
+    table = PreparedTable(out / "data")
     artifacts, results = {}, {}
     for encoder in ENCODERS:
         progress = reporter.titled(f"{encoder}: ")
-        shutil.rmtree(out / encoder, ignore_errors=True)
-        spec = ModelSpec(encoder, BACKBONE, RECIPE.embedding_dim, RECIPE.tower, RECIPE.category_std).resolved()
-        job = Job(out / "data", spec, RECIPE, "raw", seed)
-        artifact = train(job, out / encoder, device=device, progress=progress.progress)
+        artifact = _train(encoder, out, seed, device, progress)
         artifacts[encoder] = artifact
         results[encoder] = {
-            **_tested(artifact, out),
+            **evaluate(artifact.model, table.split("test", artifact.tensorizer.scale)),
             "best_epoch": artifact.metrics["best_epoch"],
-            "seconds": progress.seconds,
+            "seconds": round(progress.seconds, 3),
         }
-    files = _write_files(out, artifacts)
-    bayes = metrics.evaluate(test.table["clicked"].to_numpy(), test.true_logits)
-    document = {"rows": rows, "seed": seed, "recipe": asdict(RECIPE), "backbone": BACKBONE, "bayes": bayes}
-    document |= {"results": results, "files": {name: str(path) for name, path in files.items()}}
-    document["digests"] = {
-        "artifact": sha256_of_file(out / "scalarlens" / "artifact" / "MANIFEST.sha256"),
-        "scores": sha256_of_file(files["scores"]),
+    measured = metrics.evaluate(test.table["clicked"].to_numpy(), test.true_logits)
+    bayes = {name: measured[name] for name in ("auc", "log_loss", "ece")}
+    document = {
+        "rows": rows,
+        "seed": seed,
+        "backbone": BACKBONE,
+        "recipe": asdict(RECIPE),
+        "bayes": bayes,
+        "results": results,
+        **_write_files(out, artifacts["scalarlens"], table.splits["train"]["rows"], results, bayes),
     }
-    write_atomic(files["report"], demo_report(artifacts, results, bayes, out).encode())
     return DemoSummary(document)
 
 
 def _prepare(out: Path, rows: int, seed: int) -> ClickLog:
+    """Draw the log, write its three splits as files, and prepare them; returns the test rows."""
     log = make_click_log(rows, seed)
     cuts = {"train": (0, int(0.8 * rows)), "valid": (int(0.8 * rows), int(0.9 * rows)), "test": (int(0.9 * rows), rows)}
     out.mkdir(parents=True, exist_ok=True)
@@ -91,11 +94,29 @@ def _prepare(out: Path, rows: int, seed: int) -> ClickLog:
     return ClickLog(log.table.slice(start, stop - start), log.true_logits[start:stop])
 
 
-def _tested(artifact: ModelArtifact, out: Path) -> dict[str, Any]:
-    return evaluate(artifact.model, PreparedTable(out / "data").split("test", artifact.tensorizer.scale))
+def _train(encoder: str, out: Path, seed: int, device: torch.device, progress: Reporter) -> ModelArtifact:
+    """A run of its own, afresh even where an earlier demo left one."""
+    folder = out / encoder
+    if (folder / RUN_FILE).exists():
+        shutil.rmtree(folder)
+    spec = ModelSpec(encoder, BACKBONE, RECIPE.embedding_dim, RECIPE.tower, RECIPE.category_std).resolved()
+    job = Job(out / "data", spec, RECIPE, "raw", seed)
+    return train(job, folder, device=device, progress=progress.progress)
 
 
-def _write_files(out: Path, artifacts: dict[str, ModelArtifact]) -> dict[str, Path]:
-    scores = out / "scores.parquet"
-    predict_file(artifacts["scalarlens"], open_table(out / "test.parquet"), scores)
-    return {"artifact": out / "scalarlens" / "artifact", "scores": scores, "report": out / "report.html"}
+def _write_files(
+    out: Path, artifact: ModelArtifact, rows: int, results: dict[str, Any], bayes: dict[str, Any]
+) -> dict[str, Any]:
+    """Scores, picture and report; returns where they are, and the digests of what a second run repeats."""
+    files = {
+        "artifact": out / "scalarlens" / "artifact",
+        "scores": out / "scores.parquet",
+        "picture": out / "response.svg",
+        "report": out / "report.html",
+    }
+    predict_file(artifact, open_table(out / "test.parquet"), files["scores"])
+    picture = response_figure(artifact, out / "test.parquet")
+    write_atomic(files["picture"], picture.encode())
+    write_atomic(files["report"], demo_report(rows, results, bayes, picture).encode())
+    digests = {"artifact": sha256_of_file(files["artifact"] / MANIFEST), "scores": sha256_of_file(files["scores"])}
+    return {"files": {name: str(path) for name, path in files.items()}, "digests": digests}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from scalarlens import metrics
-from scalarlens.artifact import SCORING_BATCH, ModelArtifact, seal
+from scalarlens.artifact import SCORING_BATCH, ModelArtifact, refuse_large_options, seal
 from scalarlens.datasets.prepared import PreparedTable
 from scalarlens.errors import DataError, UsageError
 from scalarlens.model import CtrModel, ModelSpec
@@ -73,6 +73,7 @@ def train(
     progress: Progress | None = None,
 ) -> ModelArtifact:
     """Train a job into a run folder; with `resume`, continue what the folder holds of it."""
+    refuse_large_options(job.spec.to_tables(), UsageError)
     table = PreparedTable(job.data)
     if "valid" not in table.splits:
         raise DataError(

@@ -71,6 +71,37 @@ class Reporter:
         print(f"\r\x1b[K{self._title}{text}", end=end, file=sys.stderr, flush=True)
 
 
+class StageReporter:
+    """Shows the stage of a preparation with its rows per second and what is left of it, on a terminal alone."""
+
+    REFRESH_SECONDS = 0.5
+
+    def __init__(self, quiet: bool) -> None:
+        self._line = not quiet and sys.stderr.isatty()
+        self._stage = ""
+        self._began = self._shown = 0.0
+        self._first = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._line and self._stage:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def progress(self, stage: str, done: int, rows: int | None) -> None:
+        now = time.monotonic()
+        if stage != self._stage:
+            self._stage, self._began, self._first = stage, now, done
+        if not self._line or now - self._shown < self.REFRESH_SECONDS:
+            return
+        self._shown = now
+        rate = (done - self._first) / max(now - self._began, 1e-9)
+        text = f"{stage}: {done:,} rows" if rows is None else f"{stage}: {done:,} of {rows:,} rows"
+        left = "" if rows is None or not rate else f", {(rows - done) / rate:.0f} s left"
+        print(f"\r\x1b[K{text}, {rate:,.0f} rows/s{left}", end="", file=sys.stderr, flush=True)
+
+
 def _tensorboard() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter

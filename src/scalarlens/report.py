@@ -35,16 +35,8 @@ dashed, the response that generated the clicks.</p></html>
 """
 
 
-def demo_report(
-    artifacts: Mapping[str, ModelArtifact], results: Mapping[str, Any], bayes: Mapping[str, Any], folder: Path
-) -> str:
-    artifact = artifacts["scalarlens"]
-    return PAGE.format(
-        rows=f"{artifact.contract['training_rows']:,}",
-        table=_table(results, bayes),
-        figure=response_figure(artifact, folder / "test.parquet"),
-        probes=PROBES,
-    )
+def demo_report(rows: int, results: Mapping[str, Any], bayes: Mapping[str, Any], picture: str) -> str:
+    return PAGE.format(rows=f"{rows:,}", table=_table(results, bayes), figure=picture, probes=PROBES)
 
 
 def response_figure(artifact: ModelArtifact, test_rows: Path) -> str:

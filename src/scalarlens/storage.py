@@ -20,8 +20,8 @@ from scalarlens.errors import ArtifactError, ScalarLensError, UsageError
 
 #: no JSON document of ours comes near this size
 MAX_JSON_BYTES = 64 << 20
-#: an Arrow file is this much longer at its start than the stream of messages in it
-ARROW_MAGIC_BYTES = 8
+#: how an Arrow file starts, before the stream of messages in it
+ARROW_MAGIC = b"ARROW1\0\0"
 #: where Arrow's Message.fbs keeps the header of a message, and the codec of a record batch in it
 HEADER_SLOT, COMPRESSION_SLOT = 2, 3
 
@@ -199,8 +199,10 @@ def read_arrow(path: Path, schema: pa.Schema, refuse: type[ScalarLensError] = Ar
     the file.
     """
     try:
-        content = pa.py_buffer(path.read_bytes())
-        footer = pa.ipc.open_file(content)
+        content = path.read_bytes()
+        if not content.startswith(ARROW_MAGIC):
+            raise ValueError("it does not start as one")
+        footer = pa.ipc.open_file(pa.py_buffer(content))
         if not footer.schema.equals(schema, check_metadata=True):
             raise refuse(f"{path} holds other columns than {', '.join(schema.names)} of the declared types")
         batches = list(_record_batches(content, schema))
@@ -213,8 +215,9 @@ def read_arrow(path: Path, schema: pa.Schema, refuse: type[ScalarLensError] = Ar
     return table
 
 
-def _record_batches(content: pa.Buffer, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    messages = iter(pa.ipc.MessageReader.open_stream(pa.BufferReader(content.slice(ARROW_MAGIC_BYTES))))
+def _record_batches(content: bytes, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    stream = pa.py_buffer(content).slice(len(ARROW_MAGIC))
+    messages = iter(pa.ipc.MessageReader.open_stream(pa.BufferReader(stream)))
     next(messages, None)  # the schema, which the footer repeats
     for message in messages:
         if message.type != "record batch":

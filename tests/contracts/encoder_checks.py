@@ -214,6 +214,12 @@ def check_inputs_are_untouched(make: Make) -> None:
     assert bits(context) == context_bits, "category_tokens were edited in place"
 
 
+def check_state_dict_is_finite(make: Make) -> None:
+    """An artifact refuses a tensor with an infinite or undefined number in it."""
+    for name, tensor in build(make).state_dict().items():
+        assert torch.isfinite(tensor).all(), f"{name} holds a number that is not finite"
+
+
 def check_state_dict_is_the_whole_encoder(make: Make) -> None:
     trained = scrambled(build(make))
     with must_work("writing the state dict as safetensors"):

@@ -203,6 +203,15 @@ class ScalesContextInPlace(Modulated):
         return super().forward(values, category_tokens.mul_(0.5))
 
 
+@MUTANTS.breaks(contract.check_state_dict_is_finite)
+class PadsWithInfinity(Linear):
+    """A buffer that is padded with infinity."""
+
+    def __init__(self, statistics: TrainingStatistics, n_categories: int, embedding_dim: int) -> None:
+        super().__init__(statistics, n_categories, embedding_dim)
+        self.register_buffer("padding", torch.full((self.n_values,), torch.inf))
+
+
 @MUTANTS.breaks(contract.check_state_dict_is_the_whole_encoder)
 class NonPersistentStatistic(Linear):
     """A statistic that is not saved."""

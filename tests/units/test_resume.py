@@ -7,7 +7,6 @@ import json
 import random
 import runpy
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -255,8 +254,8 @@ def test_checkpoint_that_forgets_is_caught(
         return found
 
     monkeypatch.setattr(loop, "load_checkpoint", forgetting)
-    ends = [stopped_and_resumed(world, tmp_path / str(moment), moment) for moment in (9, 27)]
-    assert any(end != undisturbed for end in ends)
+    moments = (9, 27)
+    assert any(stopped_and_resumed(world, tmp_path / str(moment), moment) != undisturbed for moment in moments)
 
 
 # From the command line
@@ -295,6 +294,20 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def test_training_opens_no_test_rows(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    split = PreparedTable.split
+
+    def noted(table: PreparedTable, name: str, *rest: Any) -> PackedSplit:
+        opened.append(name)
+        return split(table, name, *rest)
+
+    monkeypatch.setattr(PreparedTable, "split", noted)
+    assert "test" in PreparedTable(data).splits
+    assert main(command(data, tmp_path / "run")) == 0
+    assert sorted(opened) == ["train", "valid"]
+
+
 def test_resume_without_a_folder_begins(data: Path, finished: Path, tmp_path: Path) -> None:
     assert main(command(data, tmp_path / "run", "--resume")) == 0
     assert outcome(tmp_path / "run") == outcome(finished)
@@ -317,6 +330,7 @@ def test_other_seed_ends_in_other_bits(data: Path, finished: Path, tmp_path: Pat
     mine, theirs = outcome(tmp_path / "run"), outcome(finished)
     for name in ("history.jsonl", "artifact/model.safetensors", "artifact/metrics.json", CHECKPOINT_FILE):
         assert mine[name] != theirs[name]
+    assert KILL_RESUME.Training(data, tmp_path / "run").bits() != KILL_RESUME.Training(data, finished).bits()
 
 
 def test_existing_run_is_not_overwritten(
@@ -466,45 +480,47 @@ def test_events_do_not_make_a_fresh_folder_foreign(
 # In a process of its own, killed
 
 
-@pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    training = KILL_RESUME.Training(data, tmp_path_factory.mktemp("whole") / "run")
-    seconds = training.finish()
-    return SimpleNamespace(bits=training.bits(), seconds=seconds, epochs=len(training.history()))
+class Moments:
+    """Random moments at which to kill a training, by what it is doing."""
+
+    def __init__(self, training: Any, seconds: float, epochs: int) -> None:
+        self.training, self.seconds, self.epochs = training, seconds, epochs
+        self.chance = random.Random(2026)
+
+    def while_starting(self) -> Callable[[float], bool]:
+        delay = self.chance.uniform(0.0, 0.3 * self.seconds)
+        return lambda seconds: seconds >= delay
+
+    def while_training(self) -> Callable[[float], bool]:
+        """A random time after a random number of epochs."""
+        epochs, delay = self.chance.randrange(0, self.epochs - 1), self.chance.uniform(0.0, 0.03)
+        reached: list[float] = []
+
+        def moment(seconds: float) -> bool:
+            begun = (self.training.out / CHECKPOINT_FILE).exists()
+            if begun and not reached and len(self.training.history()) >= epochs:
+                reached.append(seconds)
+            return bool(reached) and seconds - reached[0] >= delay
+
+        return moment
+
+    def while_sealing(self) -> Callable[[float], bool]:
+        """As soon as the artifact is being written, or has just been."""
+        places = [self.training.out / name for name in (".artifact.partial", "artifact")]
+        return lambda seconds: any(place.exists() for place in places)
 
 
-def while_starting(training: Any, whole: SimpleNamespace, chance: random.Random) -> Callable[[float], bool]:
-    delay = chance.uniform(0.0, 0.3 * whole.seconds)
-    return lambda seconds: seconds >= delay
-
-
-def while_training(training: Any, whole: SimpleNamespace, chance: random.Random) -> Callable[[float], bool]:
-    """A random time after a random number of epochs."""
-    epochs, delay = chance.randrange(0, whole.epochs - 1), chance.uniform(0.0, 0.03)
-    reached: list[float] = []
-
-    def moment(seconds: float) -> bool:
-        if not reached and (training.out / CHECKPOINT_FILE).exists() and len(training.history()) >= epochs:
-            reached.append(time.monotonic())
-        return bool(reached) and time.monotonic() - reached[0] >= delay
-
-    return moment
-
-
-def while_sealing(training: Any, whole: SimpleNamespace, chance: random.Random) -> Callable[[float], bool]:
-    """As soon as the artifact is being written."""
-    return lambda seconds: (training.out / ".artifact.partial").exists()
-
-
-@pytest.mark.parametrize("moment", [while_starting, while_training, while_sealing])
-def test_killed_and_resumed(
-    data: Path, tmp_path: Path, whole: SimpleNamespace, moment: Callable[..., Callable[[float], bool]]
-) -> None:
-    training = KILL_RESUME.Training(data, tmp_path / "run")
-    chance = random.Random(f"{moment.__name__} 2026")
-    assert training.kill(moment(training, whole, chance)), "the training ended before it was killed"
+def test_killed_three_times_and_resumed(data: Path, tmp_path: Path) -> None:
+    whole, training = (KILL_RESUME.Training(data, tmp_path / name) for name in ("whole", "killed"))
+    moments = Moments(training, whole.finish(), len(whole.history()))
+    ended = "the training ended before it was killed"
+    assert training.kill(moments.while_starting()), ended
+    assert training.kill(moments.while_training(), "--resume"), ended
+    assert load_checkpoint(training.out) is not None
+    assert len(training.history()) < len(whole.history())
+    assert training.kill(moments.while_sealing(), "--resume"), ended
     training.finish("--resume")
-    assert training.bits() == whole.bits
+    assert training.bits() == whole.bits()
 
 
 def test_cut_file_raises_what_the_command_line_reports(tmp_path: Path) -> None:
@@ -515,5 +531,5 @@ def test_cut_file_raises_what_the_command_line_reports(tmp_path: Path) -> None:
     assert found[1] == {"position": 1}
     path = tmp_path / CHECKPOINT_FILE
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ArtifactError, match="is not an intact checkpoint: .*; start again in another folder"):
+    with pytest.raises(ArtifactError, match=r"is not an intact checkpoint: .*; start again in another folder"):
         load_checkpoint(tmp_path)

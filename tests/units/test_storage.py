@@ -46,9 +46,7 @@ Writer = Callable[[Path], None]
 
 def contents(folder: Path) -> dict[str, Any]:
     """Everything below a folder, by name."""
-    return {
-        entry.name: contents(entry) if entry.is_dir() else entry.read_bytes() for entry in sorted(folder.iterdir())
-    }
+    return {entry.name: contents(entry) if entry.is_dir() else entry.read_bytes() for entry in sorted(folder.iterdir())}
 
 
 @contextmanager
@@ -129,7 +127,9 @@ def steps_until_success(
     for failing in range(50):
         path, calls = prepare(), iter(range(10**6))
 
-        def broken(call: Callable[..., Any], calls: Iterator[int] = calls, failing: int = failing) -> Callable[..., Any]:
+        def broken(
+            call: Callable[..., Any], calls: Iterator[int] = calls, failing: int = failing
+        ) -> Callable[..., Any]:
             def broken_call(*args: Any, **options: Any) -> Any:
                 if next(calls) == failing:
                     raise OSError(28, "No space left on device")
@@ -167,9 +167,13 @@ def test_a_failing_disk_leaves_the_old_file_or_the_new_one_and_nothing_else(
 
 def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(OLD)
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "file") as partial:
+
+    def interrupted(partial: Path) -> None:
         partial.write_bytes(NEW[:10])
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "file") as partial:
+        interrupted(partial)
     assert contents(tmp_path) == {"file": OLD}
 
 
@@ -261,9 +265,10 @@ def test_if_even_putting_back_fails_the_old_folder_is_kept_and_found_again(
             raise OSError(5, "Input/output error")
         replace(*args)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "replace", broken)
-        fill(path)
+        with pytest.raises(OSError, match="Input/output"):
+            fill(path)
     assert contents(path.parent) == {".folder.retired": OLD_FOLDER}
     with pytest.raises(ZeroDivisionError), replacing_folder(path):
         raise ZeroDivisionError
@@ -291,7 +296,11 @@ def test_a_file_where_a_folder_is_to_be_stays(tmp_path: Path) -> None:
 JSON_DOCUMENTS = st.dictionaries(
     st.text(max_size=5),
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
         max_leaves=8,
     ),
@@ -333,7 +342,7 @@ BAD_JSON = {
 }
 
 
-@pytest.mark.parametrize("content, reason", BAD_JSON.values(), ids=BAD_JSON)
+@pytest.mark.parametrize(("content", "reason"), BAD_JSON.values(), ids=BAD_JSON)
 def test_a_document_that_cannot_be_trusted_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "it.json").write_bytes(content)
     for refuse in (ArtifactError, DataError):

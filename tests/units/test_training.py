@@ -344,7 +344,9 @@ def adam_by_hand(
 def check_steps_follow_adam(fit: Fit) -> None:
     """Every step of four epochs, with a penalty on the categorical tables and a rate that is cut once."""
     tables = world(rows=40)
-    recipe = replace(SMALL, category_std=0.5, batch_size=16, embedding_l2=0.05, plateau_factor=0.5, patience=3, max_epochs=4)
+    recipe = replace(
+        SMALL, category_std=0.5, batch_size=16, embedding_l2=0.05, plateau_factor=0.5, patience=3, max_epochs=4
+    )
     model = model_of(tables.statistics, recipe, backbone="deepfm")
     with scripted([0.6, 0.5, 0.7, 0.7]):
         ran = course(fit, tables, model, recipe)
@@ -375,7 +377,7 @@ def adam(groups: Callable[[CtrModel, Recipe], list[dict[str, Any]]], kind: Any =
     return broken(_adam=lambda model, recipe: kind(groups(model, recipe), lr=recipe.learning_rate))
 
 
-def penalised(model: CtrModel, recipe: Recipe, prefix: str) -> list[dict[str, Any]]:
+def penalised(model: CtrModel, recipe: Recipe, prefix: str | tuple[str, ...]) -> list[dict[str, Any]]:
     chosen = [p for name, p in model.named_parameters() if name.startswith(prefix)]
     others = [p for name, p in model.named_parameters() if not name.startswith(prefix)]
     return [{"params": others}, {"params": chosen, "weight_decay": recipe.embedding_l2}]
@@ -823,7 +825,7 @@ FIT_MUTANTS: list[tuple[Check, str, Fit]] = [
     (
         check_steps_follow_adam,
         "decouples the penalty",
-        adam(lambda model, recipe: penalised(model, recipe, "categor"), torch.optim.AdamW),
+        adam(lambda model, recipe: penalised(model, recipe, ("categories", "category_weights")), torch.optim.AdamW),
     ),
     (check_averaging_follows_its_formula, "averages the start", broken(Average=AveragesTheStart)),
     (check_averaging_follows_its_formula, "averages all alike", broken(Average=AveragesAllAlike)),

@@ -56,6 +56,10 @@ class AutoMl3(Source):
         SourceFile("NAME_train1.solution", "their labels, 0 or 1, one in a line"),
         SourceFile("NAME_test1.data", "later rows, read where no training batch is labelled; more testK may follow"),
         SourceFile("NAME_test1.solution", "their labels"),
+        SourceFile("NAME_public.info", "facts about the data set; not read"),
+        SourceFile(
+            "rl_public.info", "practice set", "cefd4e5694dca071e23fc903a8a209e2e2cb2986a001220698ab5a51177665b0"
+        ),
         SourceFile("rl_feat.type", "practice set", "7dc861ce1d38bf69c91d20b0c66f91de803b9016f31c6eb10198685dc0096997"),
         SourceFile("rl_test1.data", "practice set", "00b68d9901db5dc4532787fd1d2aa0e963e52c1cdff3874921a17ad42337107d"),
         SourceFile(
@@ -77,7 +81,7 @@ class AutoMl3(Source):
     )
     splits = (
         SplitRule("time", "the first 60 % of the rows, which are in the order of time, are train, the last 20 % test"),
-        SplitRule("random", "80/10/10 % of the rows, drawn with the seed; the paper's protocol", seeded=True),
+        SplitRule("random", "80/10/10 % of the rows, drawn with the seed", seeded=True),
     )
     paper_split = "random"
 
@@ -91,9 +95,10 @@ class AutoMl3(Source):
         name = self._name_in(place)
         kinds = _kinds(place / f"{name}_feat.type")
         batches, notes = self._batches(place, name)
-        table = _joined(place, batches, [f"f{number}" for number in range(len(kinds))])
+        rows = _rows(place, batches, [f"f{number}" for number in range(len(kinds))])
         by_kind = {kind: [f"f{number}" for number, k in enumerate(kinds) if k == kind] for kind in KINDS}
-        refuse_header(table, by_kind["Numerical"])
+        refuse_header(rows, by_kind["Numerical"])
+        table = _labelled(rows)
         left_out = [f"{kind} ({', '.join(by_kind[kind])})" for kind in KINDS[2:] if by_kind[kind]]
         if left_out:
             notes.append(f"left out, as in the paper: columns of the kind {' and '.join(left_out)}")
@@ -101,8 +106,8 @@ class AutoMl3(Source):
             notes.append(
                 "the rows are in the order of time and neighbours are alike: a random split is easier than time"
             )
-        rows = table.count_rows()
-        dealt = deal_in_order(rows, *TIME_SHARES) if split == "time" else deal_randomly(rows, seed)
+        count = table.count_rows()
+        dealt = deal_in_order(count, *TIME_SHARES) if split == "time" else deal_randomly(count, seed)
         schema = schema_of(
             " ".join(by_kind["Numerical"]),
             " ".join(by_kind["Categorical"]),
@@ -191,10 +196,14 @@ def _kinds(path: Path) -> list[str]:
     return kinds
 
 
-def _joined(place: Path, batches: Sequence[Path], columns: Sequence[str]) -> Table:
+def _rows(place: Path, batches: Sequence[Path], columns: Sequence[str]) -> Table:
     files = [open_text(path, " ", columns=columns).files[0] for path in batches]
-    labelled = [LabelledFile(file, _labels(file.path.with_suffix(".solution"))) for file in files]
-    return Table(place, (*columns, LABEL), tuple(labelled))
+    return Table(place, tuple(columns), tuple(files))
+
+
+def _labelled(rows: Table) -> Table:
+    files = [LabelledFile(file, _labels(file.path.with_suffix(".solution"))) for file in rows.files]
+    return Table(rows.path, (*rows.columns, LABEL), tuple(files))
 
 
 def _labels(path: Path) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +15,8 @@ from scalarlens.datasets.source import Opened, Source, SourceFile, SplitRule, re
 from scalarlens.errors import DataError
 from scalarlens.table.cells import texts
 
-MEMBER = "dataset_diabetes/diabetic_data.csv"
-#: a member that claims to hold more than this is not read
+TABLE = "diabetic_data.csv"
+#: an archive that claims to hold a table larger than this is not read
 MAX_BYTES = 1 << 30
 PATIENT, DISCHARGE, LABEL = "patient_nbr", "discharge_disposition_id", "readmitted"
 #: discharge codes of patients who died or went to a hospice
@@ -49,8 +49,9 @@ class Diabetes130(Source):
     files = (
         SourceFile(
             "dataset_diabetes.zip",
-            f"the archive of UCI, with {MEMBER}",
+            f"the archive of UCI; or {TABLE} out of it",
             "3a17a3b55b6dd4a1926703185c0ad8e2ed30bc8e2f9b927cdd1000b733d1de8e",
+            "0689e7ec031237dc63031b938805c48377748761a3b26acab621567afa24df97",
         ),
     )
     licence = "UCI lists CC BY 4.0 (as remembered, not verified)"
@@ -61,8 +62,8 @@ class Diabetes130(Source):
         self.keep_deceased = keep_deceased
 
     def _open(self, place: Path, split: str, seed: int) -> Opened:
-        (path,), notes = self._find(place)
-        table = open_text(path, ",", content=_unpacked(path))
+        (path,), notes = self._find(place / TABLE if (place / TABLE).is_file() else place)
+        table = open_text(path, ",", content=None if path.suffix == ".csv" else _unpacked(path))
         table.require([*SCHEMA.columns, PATIENT])
         patients, deceased = _column(table, PATIENT), np.isin(_column(table, DISCHARGE), DECEASED)
         if self.keep_deceased:
@@ -81,11 +82,12 @@ def _unpacked(path: Path) -> bytes:
     """The table out of the archive; it is small enough to be held."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.getinfo(MEMBER).file_size > MAX_BYTES:
-                raise DataError(f"{path} claims that {MEMBER} has more than {MAX_BYTES:,} bytes; it is not read")
-            return archive.read(MEMBER)
-    except KeyError as error:
-        raise DataError(f"{path} is an archive without {MEMBER}") from error
+            members = [member for member in archive.infolist() if PurePosixPath(member.filename).name == TABLE]
+            if len(members) != 1:
+                raise DataError(f"{path} holds {len(members)} files named {TABLE}; it must hold one")
+            if members[0].file_size > MAX_BYTES:
+                raise DataError(f"{path} claims that {TABLE} has more than {MAX_BYTES:,} bytes; it is not read")
+            return archive.read(members[0])
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise DataError(f"{path} is not a readable zip archive, or is damaged: {error}") from error
 

@@ -1,150 +1,177 @@
-"""Tables to packed splits: one streaming pass for statistics and types, one that writes."""
+"""Tables to packed splits, in bounded memory: read the text once, merge what was seen, deal rows to shards, write.
+
+A preparation that was stopped continues where it was when the same command is given again, and ends in the same bytes.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from scalarlens.datasets.files import Table
-from scalarlens.datasets.parts import SPLITS, Part
+from scalarlens.datasets.ingest import Chunk, Progress, ingest
+from scalarlens.datasets.merge import TextColumn, merge_numbers, read_numbers
+from scalarlens.datasets.pack import Packer, layouts_of
+from scalarlens.datasets.parts import Part
 from scalarlens.datasets.prepared import PreparedTable, refuse_foreign_folder, write_manifest
-from scalarlens.errors import DataError
-from scalarlens.storage import replacing_folder
-from scalarlens.table import cells
-from scalarlens.table.batches import ColumnRange, SplitWriter
+from scalarlens.datasets.spool import Work
+from scalarlens.errors import DataError, ScalarLensError, UsageError
+from scalarlens.storage import replacing_folder, sha256_of
 from scalarlens.table.schema import Schema
-from scalarlens.table.statistics import StatisticsBuilder, TrainingStatistics
-from scalarlens.table.stored import save_statistics
-from scalarlens.table.tensorizer import Tensorizer, require_columns, schema_cells
+from scalarlens.table.statistics import VocabularyStream, digest_of, stack_columns
+from scalarlens.table.stored import write_statistics
+from scalarlens.table.tensorizer import require_columns
+
+#: a preparation needs about this much, whatever it prepares
+LEAST_MEMORY = 1 << 30
+MEMORY_LIMIT = 2_000_000_000
+#: the share of the limit that the merge of one column may take
+MERGE_SHARE = 24
+#: part of the identity of a work folder; another version of the engine starts anew
+WORK_FORMAT = 1
 
 
 def prepare(
-    schema: Schema, parts: Sequence[Part], out: str | Path, origin: Mapping[str, Any] | None = None
+    schema: Schema,
+    parts: Sequence[Part],
+    out: str | Path,
+    origin: Mapping[str, Any] | None = None,
+    *,
+    shuffle_seed: int | None = None,
+    memory_limit: int = MEMORY_LIMIT,
+    progress: Progress | None = None,
 ) -> PreparedTable:
-    """Prepare tables whose rows know their split; the statistics are those of the training rows alone."""
-    out = Path(out)
+    """Prepare tables whose rows know their split; the statistics are those of the training rows alone.
+
+    With `shuffle_seed` the rows of each split are shuffled as a whole; without it they keep the order of the tables.
+    """
+    out = Path(out).resolve()
     refuse_foreign_folder(out)
+    if memory_limit < LEAST_MEMORY:
+        raise UsageError(f"preparation needs a memory limit of {LEAST_MEMORY:,} bytes or more; got {memory_limit:,}")
     for part in parts:
         require_columns(schema.columns, part.table.columns)
-    statistics, types = _first_pass(schema, parts)
-    with replacing_folder(out) as folder:
-        (folder / "schema.toml").write_text(schema.to_toml(), encoding="utf-8")
-        save_statistics(statistics, folder)
-        splits = _second_pass(schema, parts, statistics, types, folder)
-        write_manifest(folder, schema, statistics, splits, origin)
+    if not any("train" in part.splits for part in parts):
+        raise DataError("no row belongs to the train split, and statistics need training rows")
+    work = Work(out, _identity(schema, parts, origin, shuffle_seed))
+    with _stopping_cleanly(work), ThreadPoolExecutor(_threads()) as pool:
+        run = _Preparation(schema, work, pool, memory_limit // MERGE_SHARE, progress or _silent)
+        run.prepare(parts, out, origin, shuffle_seed)
+    work.discard()
     return PreparedTable(out)
 
 
-class Rows:
-    """The cells of some rows: numbers, category texts, labels, group texts."""
+def parse_bytes(text: str, what: str = "a size") -> int:
+    """A number of bytes from a text with a unit.
 
-    def __init__(self, values: np.ndarray, texts: list[pa.Array], labels: np.ndarray, groups: pa.Array | None) -> None:
-        self.values, self.texts, self.labels, self.groups = values, texts, labels, groups
-
-    @classmethod
-    def of(cls, schema: Schema, batch: pa.RecordBatch) -> Rows:
-        values, texts = schema_cells(schema, batch)
-        for column, numbers in zip(schema.numeric, values.T, strict=True):
-            infinite = np.isinf(numbers)
-            if infinite.any():
-                row, count = int(infinite.argmax()), int(infinite.sum())
-                raise cells.BadCell(column.name, "an infinite value; name it in `missing`, or clean it", row, count)
-        groups = cells.texts(batch.column(schema.group), schema.group) if schema.group else None
-        return cls(values, texts, cells.labels(batch.column(schema.label), schema.label), groups)
-
-    def take(self, keep: np.ndarray) -> Rows:
-        mask = pa.array(keep)
-        texts = [pc.filter(column, mask) for column in self.texts]
-        groups = None if self.groups is None else pc.filter(self.groups, mask)
-        return Rows(self.values[keep], texts, self.labels[keep], groups)
+    >>> parse_bytes("2GB"), parse_bytes("1.5 GiB")
+    (2000000000, 1610612736)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"{what} is a number of bytes such as 2GB or 1500MB; got {text!r}")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
-def _splits(parts: Sequence[Part]) -> tuple[str, ...]:
-    present = {split for part in parts for split in part.splits}
-    return tuple(split for split in SPLITS if split in present)
+class _Preparation:
+    """The stages of one preparation; each leaves files in the work folder and skips what it finds there."""
+
+    def __init__(self, schema: Schema, work: Work, pool: Executor, budget: int, progress: Progress) -> None:
+        self.schema, self.work, self.pool, self.budget, self.progress = schema, work, pool, budget, progress
+
+    def prepare(self, parts: Sequence[Part], out: Path, origin: Mapping[str, Any] | None, seed: int | None) -> None:
+        chunks = ingest(self.schema, parts, self.work, self.pool, self.progress)
+        numbers, categories, groups = self._merge(chunks)
+        layouts = layouts_of(chunks, categories, self.schema.group is not None, seed)
+        packer = Packer(self.work, chunks, layouts, categories, groups, self.progress)
+        packer.pack(self.pool)
+        table = self.work.path("table")
+        splits = packer.write(table)
+        (table / "schema.toml").write_text(self.schema.to_toml(), encoding="utf-8")
+        rows = layouts["train"].rows
+        statistics = {"rows": rows, "missing": rows - numbers.pop("present"), **numbers}
+        write_statistics(table, statistics, _streams(categories))
+        write_manifest(table, self.schema, digest_of(statistics, _streams(categories)), splits, origin)
+        # Whoever stops it from here on makes the next run start anew.
+        self.work.release()
+        with replacing_folder(out) as folder:
+            for entry in table.iterdir():
+                entry.replace(folder / entry.name)
+
+    def _merge(self, chunks: Sequence[Chunk]) -> tuple[dict[str, np.ndarray], list[TextColumn], dict[str, TextColumn]]:
+        """Statistics of the numeric columns, and the numbering of the texts of every other."""
+        files = [chunk.arrays for chunk in chunks]
+        paths = [self.work.path(f"numeric.{j}") for j in range(len(self.schema.numeric))]
+        categories = [
+            TextColumn(f"category.{j}", files, self.work.folder, column.min_count)
+            for j, column in enumerate(self.schema.categorical)
+        ]
+        splits = {split for chunk in chunks for split, _, _ in chunk.splits} if self.schema.group else set()
+        groups = {split: TextColumn(f"group.{split}", files, self.work.folder) for split in sorted(splits)}
+        tasks = [partial(merge_numbers, files, j, path, self.budget) for j, path in enumerate(paths)]
+        tasks += [partial(column.merge, self.budget) for column in (*categories, *groups.values())]
+        for done, _ in enumerate(self.pool.map(lambda task: task(), tasks)):
+            self.progress("merging", done, None)
+        return stack_columns([read_numbers(path) for path in paths]), categories, groups
 
 
-def _walk(schema: Schema, parts: Sequence[Part]) -> Iterator[tuple[str, Rows]]:
-    """All rows with their split, in the order of the files; can be walked more than once."""
+def _streams(categories: Sequence[TextColumn]) -> Iterator[VocabularyStream]:
+    return (column.vocabulary for column in categories)
+
+
+def _silent(stage: str, done: int, rows: int | None) -> None:
+    pass
+
+
+def _threads() -> int:
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
+
+
+def _identity(schema: Schema, parts: Sequence[Part], origin: Mapping[str, Any] | None, shuffle_seed: int | None) -> str:
+    """What makes two preparations the same: schema, files, splits, seed; the memory limit is not part of it."""
+    known = [
+        str(WORK_FORMAT),
+        schema.digest(),
+        json.dumps(dict(origin or {}), sort_keys=True, default=str),
+        str(shuffle_seed),
+    ]
     for part in parts:
-        start = 0
-        for rows in _read(schema, part.table):
-            stop = start + len(rows.labels)
-            for split, mask in part.members(start, stop):
-                yield split, rows.take(mask)
-            start = stop
+        known += [part.dealt] if isinstance(part.dealt, str) else [str(len(part.dealt)), _digest_of(part.dealt)]
+        for file in part.table.files:
+            known.append(str(file.path.resolve()))
+            if file.path.exists():
+                found = file.path.stat()
+                known.append(f"{found.st_size} {found.st_mtime_ns}")
+    return sha256_of(*known)
 
 
-def _read(schema: Schema, table: Table) -> Iterator[Rows]:
-    done = 0
-    for batch in table.batches(schema.columns):
-        try:
-            yield Rows.of(schema, batch)
-        except cells.BadCell as bad:
-            more = f" and {bad.count - 1} more near it" if bad.count > 1 else ""
-            raise DataError(
-                f"{table.path}: column {bad.column!r}, row {done + bad.row + 1}{more}: {bad.problem}"
-            ) from bad
-        done += batch.num_rows
-    if done == 0:
-        raise DataError(f"{table.path} has no rows")
+def _digest_of(dealt: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(dealt).data).hexdigest()
 
 
-def _first_pass(schema: Schema, parts: Sequence[Part]) -> tuple[TrainingStatistics, dict[str, dict[str, list[str]]]]:
-    """Training statistics from training rows alone; storage types from the rows of each split alone."""
-    builder = StatisticsBuilder(
-        len(schema.numeric), len(schema.categorical), [column.min_count for column in schema.categorical]
-    )
-    ranges = {split: [ColumnRange() for _ in schema.numeric] for split in _splits(parts)}
-    for split, rows in _walk(schema, parts):
-        for column, seen in zip(rows.values.T, ranges[split], strict=True):
-            seen.update(column)
-        if split == "train":
-            builder.update(rows.values, rows.texts)
-    statistics = builder.finish()
-    ids = [ColumnRange(high=size).storage_type(floating=False) for size in statistics.vocabulary_sizes]
-    types = {
-        split: {
-            "values": [column.storage_type(floating=True) for column in columns],
-            "category_ids": ids,
-            "labels": ["uint8"],
-            **({"groups": ["int64"]} if schema.group else {}),
-        }
-        for split, columns in ranges.items()
-    }
-    return statistics, types
-
-
-def _second_pass(
-    schema: Schema,
-    parts: Sequence[Part],
-    statistics: TrainingStatistics,
-    types: dict[str, dict[str, list[str]]],
-    folder: Path,
-) -> dict[str, dict[str, Any]]:
-    tensorizer = Tensorizer(schema, statistics, "raw")
-    writers = {split: SplitWriter(folder / split, types[split]) for split in _splits(parts)}
-    group_codes: dict[str, dict[str | None, int]] = {split: {} for split in _splits(parts)}
-    for split, rows in _walk(schema, parts):
-        ids = [tensorizer.category_ids(texts, j) for j, texts in enumerate(rows.texts)]
-        arrays = {
-            "values": rows.values,
-            "category_ids": np.stack(ids, 1) if ids else np.empty((len(rows.labels), 0), np.int64),
-            "labels": rows.labels[:, None],
-        }
-        if rows.groups is not None:
-            arrays["groups"] = _code_groups(rows.groups, group_codes[split])
-        writers[split].append(arrays)
-    return {split: writer.finish() for split, writer in writers.items()}
-
-
-def _code_groups(groups: pa.Array, codes: dict[str | None, int]) -> np.ndarray:
-    """Number the groups in the order of their first row; a missing group is a group of its own."""
-    encoded = groups.dictionary_encode(null_encoding="encode")
-    known = [codes.setdefault(text, len(codes)) for text in encoded.dictionary.to_pylist()]
-    return np.array(known, dtype=np.int64)[encoded.indices.to_numpy()][:, None]
+@contextmanager
+def _stopping_cleanly(work: Work) -> Iterator[None]:
+    """Data that breaks its contract leaves nothing behind; any other stop leaves what the next run continues."""
+    try:
+        yield
+    except DataError:
+        work.discard()
+        raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ScalarLensError(
+            f"the disk of {work.folder.parent} is full; make room and give the same command again, which continues, "
+            f"or remove {work.folder}"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,14 @@ class PreparedTable:
         if self.manifest.get("format") != FORMAT:
             raise DataError(f"{path} has format {self.manifest.get('format')!r}; this version reads {FORMAT}")
         self.schema = Schema.from_tables(self.manifest["schema"], str(path))
-        self.statistics: TrainingStatistics = load_statistics(self.folder, self.splits["train"]["rows"], DataError)
-        if self.statistics.digest() != self.manifest["statistics_digest"]:
+
+    @cached_property
+    def statistics(self) -> TrainingStatistics:
+        """The training statistics, read when they are first asked for: a large vocabulary takes memory."""
+        statistics = load_statistics(self.folder, self.splits["train"]["rows"], DataError)
+        if statistics.digest() != self.manifest["statistics_digest"]:
             raise DataError(f"{self.folder}: the statistics are not those of the manifest; prepare the table again")
+        return statistics
 
     @property
     def splits(self) -> dict[str, Any]:
@@ -64,7 +70,7 @@ class PreparedTable:
 def write_manifest(
     folder: Path,
     schema: Schema,
-    statistics: TrainingStatistics,
+    statistics_digest: str,
     splits: dict[str, Any],
     origin: Mapping[str, Any] | None = None,
 ) -> None:
@@ -74,7 +80,7 @@ def write_manifest(
         {
             "format": FORMAT,
             "schema": schema.to_tables(),
-            "statistics_digest": statistics.digest(),
+            "statistics_digest": statistics_digest,
             "splits": splits,
             **({"origin": dict(origin)} if origin else {}),
         },

@@ -22,7 +22,7 @@ COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as its publisher gives it. `sha256` is None where the publisher states none and nobody measured it."""
+    """A file as its publisher gives it; `sha256` is None where no digest of it is known."""
 
     name: str
     what: str
@@ -161,13 +161,15 @@ def schema_of(numeric: str, categorical: str, label: str, *, missing: Sequence[s
 
 def note_on_digest(path: Path, file: SourceFile) -> str | None:
     """A sentence for a file that is not as published, which is read all the same."""
-    published = file.content_sha256 or file.sha256
-    if published is None:
+    if file.sha256 is None:
         return None
-    found = sha256_of_content(path)
-    if found == published:
+    found, published = sha256_of_content(path), (file.sha256, file.content_sha256)
+    if found in published:
         return None
-    return f"{path.name} is not the published file, but is read all the same: SHA-256 {found}, published {published}"
+    return (
+        f"{path.name} is not the published {file.name}, but is read all the same: "
+        f"its content has SHA-256 {found}, not {file.content_sha256 or file.sha256}"
+    )
 
 
 @dataclass(frozen=True)

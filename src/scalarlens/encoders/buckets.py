@@ -67,7 +67,7 @@ class QuantileBucket(ExactBuffers, ValueEncoder):
     ) -> None:
         super().__init__(statistics, n_categories, embedding_dim)
         inner = [np.unique(row[1:-1][row[1:-1] > row[0]]) for row in quantile_edges(statistics, buckets)]
-        edges = np.full((self.n_values, max(map(len, inner), default=0)), np.inf)
+        edges = np.full((self.n_values, max(map(len, inner), default=0)), np.finfo(np.float64).max)
         for padded, field_edges in zip(edges, inner, strict=True):
             padded[: len(field_edges)] = field_edges
         self.register_buffer("edges", torch.from_numpy(edges))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from scalarlens.errors import DataError
-from scalarlens.storage import sha256_of
 
 
 class Batch(NamedTuple):
@@ -118,17 +116,29 @@ class PackedSplit:
 
 
 def _take(rows: Tensor, index: slice | Tensor) -> Tensor:
-    return rows[index] if isinstance(index, slice) else rows.index_select(0, index)
+    if isinstance(index, slice):
+        return rows[index]
+    if rows.device.type == "cpu":
+        # NumPy gathers short rows twice as fast as PyTorch.
+        return torch.from_numpy(rows.numpy().take(index.numpy(), axis=0))
+    return rows.index_select(0, index)
 
 
 def _scatter(target: Tensor, block: Block, index: slice | Tensor) -> None:
-    rows = _take(block.rows, index)
-    first, last = block.columns[0], block.columns[-1]
-    if last - first + 1 == len(block.columns):
-        target[:, first : last + 1] = rows
-        return
-    for position, column in enumerate(block.columns):
-        target[:, column] = rows[:, position]
+    """Widen rows of a block into their columns of the target."""
+    places, rows = _places(block.columns), _take(block.rows, index)
+    if rows.device.type == "cpu":
+        target.numpy()[:, places] = rows.numpy()
+    elif isinstance(places, slice):
+        target[:, places] = rows
+    else:
+        for position, column in enumerate(block.columns):
+            target[:, column] = rows[:, position]
+
+
+def _places(columns: tuple[int, ...]) -> slice | list[int]:
+    first, last = columns[0], columns[-1]
+    return slice(first, last + 1) if last - first + 1 == len(columns) else list(columns)
 
 
 class Shuffle:
@@ -182,6 +192,16 @@ class ColumnRange:
     whole: bool = True
     single: bool = True
 
+    @classmethod
+    def union(cls, parts: Iterable[ColumnRange]) -> ColumnRange:
+        """What several pieces of a column need together."""
+        united = cls()
+        for part in parts:
+            united.low, united.high = min(united.low, part.low), max(united.high, part.high)
+            united.whole &= part.whole
+            united.single &= part.single
+        return united
+
     def update(self, column: np.ndarray) -> None:
         if len(column) == 0:
             return
@@ -206,45 +226,15 @@ class ColumnRange:
         return FLOATS[0] if self.single else FLOATS[1]
 
 
-class SplitWriter:
-    """Writes one packed split: a binary matrix per role and storage type, rows appended batch by batch."""
-
-    def __init__(self, folder: Path, types: dict[str, list[str]]) -> None:
-        folder.mkdir(parents=True)
-        self._blocks = [
-            (role, storage, [i for i, t in enumerate(types[role]) if t == storage])
-            for role in ROLES
-            for storage in dict.fromkeys(types.get(role, []))
-        ]
-        self._files = [(folder / f"{role}.{storage}.bin").open("wb") for role, storage, _ in self._blocks]
-        self._hashes = [hashlib.sha256() for _ in self._blocks]
-        self._rows = 0
-
-    def append(self, arrays: dict[str, np.ndarray]) -> None:
-        """Add rows: one `[n, columns]` array per role."""
-        for (role, storage, columns), file, sha in zip(self._blocks, self._files, self._hashes, strict=True):
-            content = arrays[role][:, columns].astype(f"<{np.dtype(storage).str[1:]}", order="C").tobytes()
-            file.write(content)
-            sha.update(content)
-        self._rows += len(arrays["labels"])
-
-    def finish(self) -> dict[str, Any]:
-        """Close the files; the description goes into the manifest."""
-        for file in self._files:
-            file.close()
-        blocks = [
-            {"role": role, "type": storage, "columns": columns, "sha256": sha.hexdigest()}
-            for (role, storage, columns), sha in zip(self._blocks, self._hashes, strict=True)
-        ]
-        digest = sha256_of(*(f"{b['role']} {b['type']} {b['columns']} {b['sha256']}" for b in blocks))
-        return {"rows": self._rows, "blocks": blocks, "digest": digest}
+def block_file(role: str, storage: str) -> str:
+    return f"{role}.{storage}.bin"
 
 
 def open_blocks(folder: Path, description: dict[str, Any]) -> list[Block]:
     """Map the matrices of a split into memory; a file of another size than described is refused."""
     blocks = []
     for entry in description["blocks"]:
-        path = folder / f"{entry['role']}.{entry['type']}.bin"
+        path = folder / block_file(entry["role"], entry["type"])
         shape = (description["rows"], len(entry["columns"]))
         wanted = shape[0] * shape[1] * np.dtype(entry["type"]).itemsize
         found = path.stat().st_size if path.exists() else None

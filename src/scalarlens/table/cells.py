@@ -129,7 +129,7 @@ def plain(cells: pa.Array | pa.ChunkedArray) -> pa.Array:
     if isinstance(cells.type, pa.BaseExtensionType):
         cells = cells.storage
     if pa.types.is_dictionary(cells.type):
-        cells = cells.cast(cells.type.value_type)
+        cells = plain(cells.dictionary).take(cells.indices)
     if pa.types.is_large_string(cells.type) or pa.types.is_string_view(cells.type):
         cells = cells.cast(pa.string())
     return cells

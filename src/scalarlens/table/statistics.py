@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from scalarlens.errors import DataError
 
@@ -44,14 +45,20 @@ class Vocabulary:
     def size(self) -> int:
         return len(self.texts) + self.FIRST_ID
 
+    def pieces(self) -> Iterator[tuple[pa.Array, np.ndarray]]:
+        """The categories as Arrow arrays, with their counts."""
+        for start in range(0, len(self.texts), BLOCK_VALUES):
+            place = slice(start, start + BLOCK_VALUES)
+            yield pa.array(self.texts[place], pa.string()), self.counts[place]
+
 
 class VocabularyStream(NamedTuple):
-    """A vocabulary that need not be in memory: `size` categories with their counts, in pieces."""
+    """A vocabulary that need not be in memory: `size` categories with their counts, in pieces of string arrays."""
 
     missing: int
     rare: int
     size: int
-    pieces: Iterable[tuple[Sequence[str], np.ndarray]]
+    pieces: Iterable[tuple[pa.Array, np.ndarray]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +146,7 @@ class TrainingStatistics:
 
     def stream_vocabularies(self) -> Iterator[VocabularyStream]:
         for vocabulary in self.vocabularies:
-            kept = [(vocabulary.texts, vocabulary.counts)]
-            yield VocabularyStream(vocabulary.missing, vocabulary.rare, len(vocabulary.texts), kept)
+            yield VocabularyStream(vocabulary.missing, vocabulary.rare, len(vocabulary.texts), vocabulary.pieces())
 
     def digest(self) -> str:
         """SHA-256 over every number and every category."""
@@ -156,9 +162,11 @@ def digest_of(numbers: dict[str, Any], vocabularies: Iterable[VocabularyStream])
     for vocabulary in vocabularies:
         sha.update(f"{vocabulary.missing}:{vocabulary.rare}:{vocabulary.size};".encode())
         for texts, counts in vocabulary.pieces:
-            encoded = [text.encode() for text in texts]
-            lines = (b"%d:%d:%b" % (len(e), n, e) for e, n in zip(encoded, counts.tolist(), strict=True))
-            sha.update(b"".join(lines))
+            joined = pc.binary_join_element_wise(
+                pc.binary_length(texts).cast(pa.string()), pa.array(counts).cast(pa.string()), texts, ":"
+            )
+            size = pc.sum(pc.binary_length(joined), min_count=0).as_py()
+            sha.update(memoryview(joined.buffers()[2])[:size] if size else b"")
     return sha.hexdigest()
 
 

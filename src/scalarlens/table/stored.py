@@ -65,12 +65,10 @@ def write_statistics(folder: Path, numbers: Mapping[str, Any], vocabularies: Ite
 
 def _batches_of(field: int, vocabulary: VocabularyStream) -> Iterator[pa.Table]:
     """The rows of one vocabulary in batches of one size, however large the pieces are that they come in."""
-    head = ([None] * Vocabulary.FIRST_ID, np.array([vocabulary.missing, vocabulary.rare]))
+    head = (pa.nulls(Vocabulary.FIRST_ID, pa.string()), np.array([vocabulary.missing, vocabulary.rare]))
     waiting = _VOCABULARIES.empty_table()
     for texts, counts in chain([head], vocabulary.pieces):
-        piece = pa.table(
-            [pa.array([field] * len(texts), pa.int32()), pa.array(texts, pa.string()), counts], schema=_VOCABULARIES
-        )
+        piece = pa.table([pa.array([field] * len(texts), pa.int32()), texts, counts], schema=_VOCABULARIES)
         waiting = pa.concat_tables([waiting, piece])
         while waiting.num_rows >= BATCH_ROWS:
             yield waiting.slice(0, BATCH_ROWS).combine_chunks()
@@ -124,15 +122,15 @@ def _load_vocabularies(path: Path, rows: int, refuse: type[ScalarLensError]) -> 
     texts = table["text"].to_pylist()
     return tuple(
         _vocabulary(texts[start:stop], count[start:stop], rows, f"{path}: field {index}", refuse)
-        for index, (start, stop) in enumerate(zip(starts, [*starts[1:], len(field)], strict=True))
+        for index, (start, stop) in enumerate(pairwise([*starts, len(field)]))
     )
 
 
 def _vocabulary(
     texts: list[str | None], count: np.ndarray, rows: int, source: str, refuse: type[ScalarLensError]
 ) -> Vocabulary:
-    head, kept = texts[: Vocabulary.FIRST_ID], texts[Vocabulary.FIRST_ID :]
-    if head != [None] * Vocabulary.FIRST_ID or None in kept or len(set(kept)) != len(kept):
+    kept = [text for text in texts if text is not None]
+    if texts[: Vocabulary.FIRST_ID] + kept != texts or len(set(kept)) != len(texts) - Vocabulary.FIRST_ID:
         raise refuse(f"{source} is not a list of distinct categories")
     cells = count.tolist()
     if sum(cells) != rows:

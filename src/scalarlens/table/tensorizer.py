@@ -16,7 +16,7 @@ from torch import Tensor
 from scalarlens.errors import DataError, unknown_name
 from scalarlens.table import cells
 from scalarlens.table.batches import Batch
-from scalarlens.table.schema import Schema
+from scalarlens.table.schema import CategoricalColumn, NumericColumn, Schema
 from scalarlens.table.statistics import TrainingStatistics, Vocabulary
 
 InputScale = Literal["raw", "zscore"]
@@ -70,7 +70,8 @@ class Tensorizer:
         if self.input_scale == "raw":
             return values
         shape = (-1, *[1] * (values.ndim - 1))
-        return values * self.statistics.std.reshape(shape) + self.statistics.mean.reshape(shape)
+        std = np.maximum(self.statistics.std, 1e-12)
+        return values * std.reshape(shape) + self.statistics.mean.reshape(shape)
 
     def read(self, table: pa.Table | pa.RecordBatch, counts: CellCounts | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Values in serving units and category ids. With `counts` (serving), infinite values clip and are counted."""
@@ -141,10 +142,20 @@ class Tensorizer:
 def schema_cells(schema: Schema, table: pa.Table | pa.RecordBatch) -> tuple[np.ndarray, list[pa.Array]]:
     """The cells of a schema's columns: float64 `[rows, N]` with NaN, and a string array with null per category."""
     require_columns(schema.features, table.schema.names)
-    numeric = [cells.numbers(table.column(c.name), c.name, (*schema.missing, *c.missing)) for c in schema.numeric]
-    categorical = [cells.texts(table.column(c.name), c.name, (*schema.missing, *c.missing)) for c in schema.categorical]
+    numeric = [number_cells(schema, table, column) for column in schema.numeric]
+    categorical = [text_cells(schema, table, column) for column in schema.categorical]
     values = np.stack(numeric, axis=1) if numeric else np.empty((table.num_rows, 0))
     return values, categorical
+
+
+def number_cells(schema: Schema, table: pa.Table | pa.RecordBatch, column: NumericColumn) -> np.ndarray:
+    """The cells of one numeric column, NaN for a missing one."""
+    return cells.numbers(table.column(column.name), column.name, (*schema.missing, *column.missing))
+
+
+def text_cells(schema: Schema, table: pa.Table | pa.RecordBatch, column: CategoricalColumn) -> pa.Array:
+    """The cells of one categorical column, null for a missing one."""
+    return cells.texts(table.column(column.name), column.name, (*schema.missing, *column.missing))
 
 
 def require_columns(wanted: Sequence[str], present: Sequence[str]) -> None:

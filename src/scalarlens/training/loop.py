@@ -201,7 +201,7 @@ class _Run:
 
 
 def _adam(model: CtrModel, recipe: Recipe) -> torch.optim.Adam:
-    tables = [p for name, p in model.named_parameters() if name.startswith("categor")]
+    tables = [p for name, p in model.named_parameters() if name.startswith(("categories.", "category_weights."))]
     ids = {id(parameter) for parameter in tables}
     others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
     groups: list[dict[str, Any]] = [{"params": others}, {"params": tables, "weight_decay": recipe.embedding_l2}]
