@@ -15,7 +15,7 @@ from torch import Tensor
 from scalarlens.encoders import build
 from scalarlens.encoders.base import ValueEncoder
 from scalarlens.encoders.blocks import quantile_edges
-from scalarlens.encoders.buckets import LogSquaredBucket, QuantileBucket
+from scalarlens.encoders.buckets import BEYOND_VALUES, LogSquaredBucket, QuantileBucket
 from scalarlens.errors import UsageError
 from scalarlens.table.statistics import TrainingStatistics
 
@@ -73,7 +73,7 @@ class EqualWidths(QuantileBucket):
         super().__init__(statistics, n_categories, embedding_dim)
         low, high = statistics.low[:, None], statistics.high[:, None]
         steps = np.arange(1, self.edges.shape[1] + 1) / (self.edges.shape[1] + 1)
-        self.edges = torch.where(self.edges.isinf(), self.edges, torch.from_numpy(low + (high - low) * steps))
+        self.edges = torch.where(self.edges == BEYOND_VALUES, self.edges, torch.from_numpy(low + (high - low) * steps))
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 48, 100])
@@ -96,7 +96,7 @@ def test_a_value_on_an_edge_belongs_to_the_upper_bucket() -> None:
     encoder = QuantileBucket(statistics_of(), 0, 4)
     edge = encoder.edges[:, :1].T
     below = torch.nextafter(edge, torch.tensor(-torch.inf).double())
-    real = edge.isfinite()
+    real = edge < BEYOND_VALUES
     assert torch.equal(encoder.bucket(edge)[real], torch.ones(int(real.sum()), dtype=torch.int64))
     assert (encoder.bucket(below)[real] == 0).all()
 
@@ -111,9 +111,7 @@ def test_training_mass_of_a_bucket_is_even_up_to_ties() -> None:
         assert (mass > 0).all()
 
 
-def check_monotone_invariance(
-    part: type[QuantileBucket], increasing: Callable[[np.ndarray], np.ndarray]
-) -> None:
+def check_monotone_invariance(part: type[QuantileBucket], increasing: Callable[[np.ndarray], np.ndarray]) -> None:
     columns = TABLE[:, [SMOOTH, HEAVY, TIED, CONSTANT]]
     columns = columns / np.abs(columns).max(0)
     encoder = part(statistics_of(columns), 0, 16)
@@ -195,9 +193,7 @@ def test_log_squared_codes() -> None:
         check_log_squared_code(SinglePrecision(statistics_of(), 0, 4), boundary_values())
 
 
-@pytest.mark.parametrize(
-    ("value", "bucket"), [(3, 1), (4, 1), (5, 2), (100, 21), (1.46e7, 272), (23_159_456, 287)]
-)
+@pytest.mark.parametrize(("value", "bucket"), [(3, 1), (4, 1), (5, 2), (100, 21), (1.46e7, 272), (23_159_456, 287)])
 def test_log_squared_of_known_values(value: float, bucket: int) -> None:
     encoder = LogSquaredBucket(statistics_of(), 0, 4, negative_cap=0)
     assert encoder.code(torch.tensor([value]).double()).item() - 2 == bucket
@@ -251,9 +247,7 @@ def test_tokens_are_finite_and_exports_with_a_free_batch_size(name: str) -> None
     context = torch.zeros(23, 2, 4)
     assert encoder(values, context).isfinite().all()
     rows = torch.export.Dim("rows")
-    program = torch.export.export(
-        encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})
-    ).module()
+    program = torch.export.export(encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})).module()
     for n in (0, 1, 23):
         assert torch.equal(program(values[:n], context[:n]), encoder(values[:n], context[:n]))
 
@@ -270,3 +264,11 @@ def test_options_without_sense_are_refused() -> None:
         QuantileBucket(statistics_of(), 0, 4, buckets=0)
     with pytest.raises(UsageError, match="negative_cap must be 0 or more; got -1"):
         LogSquaredBucket(statistics_of(), 0, 4, negative_cap=-1)
+
+
+def test_the_largest_numbers_stay_in_the_last_bucket() -> None:
+    encoder = QuantileBucket(statistics_of(), 0, 4)
+    largest = torch.tensor([[1e300], [float(np.finfo(np.float64).max)], [torch.inf]]).double().expand(3, TABLE.shape[1])
+    buckets = encoder.bucket(largest)
+    assert torch.equal(buckets[1], buckets[0])
+    assert torch.equal(buckets[2], buckets[0])

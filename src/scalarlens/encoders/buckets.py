@@ -14,6 +14,10 @@ from scalarlens.encoders.blocks import ExactBuffers, quantile_edges
 from scalarlens.errors import UsageError
 from scalarlens.table.statistics import TrainingStatistics
 
+#: stands where a field has fewer edges than another; finite, because a state dict is
+BEYOND_VALUES = float(np.finfo(np.float64).max)
+LARGEST_VALUE = float(np.nextafter(BEYOND_VALUES, 0.0))
+
 
 class BucketTable(nn.Module):
     """One flat table for all fields, of which each owns as many rows as it has buckets.
@@ -67,7 +71,7 @@ class QuantileBucket(ExactBuffers, ValueEncoder):
     ) -> None:
         super().__init__(statistics, n_categories, embedding_dim)
         inner = [np.unique(row[1:-1][row[1:-1] > row[0]]) for row in quantile_edges(statistics, buckets)]
-        edges = np.full((self.n_values, max(map(len, inner), default=0)), np.finfo(np.float64).max)
+        edges = np.full((self.n_values, max(map(len, inner), default=0)), BEYOND_VALUES)
         for padded, field_edges in zip(edges, inner, strict=True):
             padded[: len(field_edges)] = field_edges
         self.register_buffer("edges", torch.from_numpy(edges))
@@ -75,7 +79,7 @@ class QuantileBucket(ExactBuffers, ValueEncoder):
 
     def bucket(self, values: Tensor) -> Tensor:
         """`k`, the bucket of each value within its field, `[B, N]`."""
-        return (values.double().unsqueeze(-1) >= self.edges).sum(-1)
+        return (values.double().clamp(max=LARGEST_VALUE).unsqueeze(-1) >= self.edges).sum(-1)
 
     def embed(self, values: Tensor) -> Tensor:
         tokens: Tensor = self.table(self.bucket(values))
