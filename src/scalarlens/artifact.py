@@ -33,10 +33,11 @@ from scalarlens.storage import (
     shown,
     write_json,
 )
+from scalarlens.table.columns import require_columns
 from scalarlens.table.schema import Schema
 from scalarlens.table.statistics import TrainingStatistics
 from scalarlens.table.stored import STATISTICS_FILE, VOCABULARIES_FILE, load_statistics, save_statistics
-from scalarlens.table.tensorizer import CellCounts, Tensorizer, require_columns, rows_to_table
+from scalarlens.table.tensorizer import CellCounts, Tensorizer, rows_to_table
 
 FORMAT = 1
 MANIFEST = "MANIFEST.sha256"

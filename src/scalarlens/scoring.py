@@ -14,7 +14,8 @@ from scalarlens.datasets.files import Table
 from scalarlens.errors import DataError, UsageError
 from scalarlens.storage import replacing
 from scalarlens.table.cells import BadCell
-from scalarlens.table.tensorizer import CellCounts, require_columns
+from scalarlens.table.columns import require_columns
+from scalarlens.table.tensorizer import CellCounts
 
 PROBABILITIES = pa.schema([("probability", pa.float64())])
 

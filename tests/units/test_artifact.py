@@ -61,9 +61,10 @@ from scalarlens.errors import ArtifactError, DataError, UsageError
 from scalarlens.model import CtrModel, ModelSpec
 from scalarlens.scoring import predict_file
 from scalarlens.storage import read_json, sha256_of_file, write_json
+from scalarlens.table.columns import schema_cells
 from scalarlens.table.statistics import TrainingStatistics
 from scalarlens.table.stored import load_statistics, save_statistics
-from scalarlens.table.tensorizer import CellCounts, Tensorizer, schema_cells
+from scalarlens.table.tensorizer import CellCounts, Tensorizer
 
 SCALES = ("raw", "zscore")
 

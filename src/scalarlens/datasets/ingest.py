@@ -23,9 +23,9 @@ from scalarlens.datasets.spool import Arrays, Work, save_arrays, text_arrays
 from scalarlens.errors import DataError
 from scalarlens.storage import read_json, write_json
 from scalarlens.table import cells
-from scalarlens.table.batches import ColumnRange
+from scalarlens.table.columns import number_cells, text_cells
+from scalarlens.table.packed import ColumnRange
 from scalarlens.table.schema import Schema
-from scalarlens.table.tensorizer import number_cells, text_cells
 
 #: a chunk is closed at this many rows, or at this many bytes of cells
 CHUNK_ROWS, CHUNK_BYTES = 1 << 17, 1 << 26

@@ -17,8 +17,7 @@ import pyarrow.ipc
 
 from scalarlens.datasets.spool import Arrays, read_texts, save_arrays, text_arrays, write_arrays
 from scalarlens.storage import replacing
-from scalarlens.table.statistics import BLOCK_VALUES, Vocabulary, VocabularyStream, describe
-from scalarlens.table.tensorizer import MISSING_ID, UNSEEN_ID
+from scalarlens.table.statistics import BLOCK_VALUES, MISSING_ID, UNSEEN_ID, Vocabulary, VocabularyStream, describe
 
 #: every so many values of a run stand for it in the sample
 SAMPLE_EVERY = 64

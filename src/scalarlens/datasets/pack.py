@@ -23,7 +23,7 @@ from scalarlens.datasets.parts import SPLITS
 from scalarlens.datasets.spool import Arrays, Work, save_arrays
 from scalarlens.errors import DataError
 from scalarlens.storage import read_json, sha256_of, sha256_of_file, write_json
-from scalarlens.table.batches import ROLES, ColumnRange, block_file
+from scalarlens.table.packed import ROLES, ColumnRange, block_file
 
 #: a shard holds about this many bytes of packed rows
 SHARD_BYTES = 1 << 26

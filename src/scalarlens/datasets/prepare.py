@@ -27,10 +27,10 @@ from scalarlens.datasets.prepared import PreparedTable, refuse_foreign_folder, w
 from scalarlens.datasets.spool import Work
 from scalarlens.errors import DataError, ScalarLensError, UsageError
 from scalarlens.storage import replacing_folder, sha256_of
+from scalarlens.table.columns import require_columns
 from scalarlens.table.schema import Schema
 from scalarlens.table.statistics import VocabularyStream, digest_of, stack_columns
 from scalarlens.table.stored import write_statistics
-from scalarlens.table.tensorizer import require_columns
 
 #: a preparation needs about this much, whatever it prepares
 LEAST_MEMORY = 1 << 30

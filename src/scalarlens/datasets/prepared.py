@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from scalarlens.errors import DataError, UsageError, unknown_name
 from scalarlens.storage import read_json, sha256_of, write_json
-from scalarlens.table.batches import PackedSplit, open_blocks
 from scalarlens.table.schema import Schema
 from scalarlens.table.statistics import TrainingStatistics
 from scalarlens.table.stored import load_statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalarlens.table.batches import PackedSplit
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -59,6 +61,9 @@ class PreparedTable:
 
     def split(self, name: str, scale: Callable[[Tensor], Tensor] | None = None) -> PackedSplit:
         """One split; `scale` is applied to the values of each batch."""
+        # Imported late, because whoever only prepares a table has no use for PyTorch, which is slow to load.
+        from scalarlens.table.batches import PackedSplit, open_blocks
+
         if name not in self.splits:
             raise unknown_name(f"split of {self.folder}", name, self.splits)
         blocks = open_blocks(self.folder / name, self.splits[name])

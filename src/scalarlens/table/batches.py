@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scalarlens.errors import DataError
+from scalarlens.table.packed import block_file
 
 
 class Batch(NamedTuple):
@@ -29,12 +30,6 @@ class Block:
     role: str
     columns: tuple[int, ...]
     rows: Tensor
-
-
-ROLES = ("values", "category_ids", "labels", "groups")
-#: storage types, narrowest first; the ones that PyTorch can index on every device
-INTEGERS = ("uint8", "int16", "int32", "int64")
-FLOATS = ("float32", "float64")
 
 
 class PackedSplit:
@@ -181,53 +176,6 @@ class Shuffle:
             yield order[start:stop]
         self.epoch += 1
         self.batch = 0
-
-
-@dataclass
-class ColumnRange:
-    """What a column needs of its storage type, gathered while streaming over it."""
-
-    low: float = 0.0
-    high: float = 0.0
-    whole: bool = True
-    single: bool = True
-
-    @classmethod
-    def union(cls, parts: Iterable[ColumnRange]) -> ColumnRange:
-        """What several pieces of a column need together."""
-        united = cls()
-        for part in parts:
-            united.low, united.high = min(united.low, part.low), max(united.high, part.high)
-            united.whole &= part.whole
-            united.single &= part.single
-        return united
-
-    def update(self, column: np.ndarray) -> None:
-        if len(column) == 0:
-            return
-        if column.dtype.kind == "f":
-            gaps = np.isnan(column)
-            present = column[~gaps]
-            with np.errstate(over="ignore"):
-                self.single &= bool((present.astype(np.float32) == present).all())
-            signed_zero = (present == 0) & np.signbit(present)
-            self.whole &= not gaps.any() and bool((present == np.round(present)).all()) and not signed_zero.any()
-            column = present
-        if len(column):
-            self.low, self.high = min(self.low, float(column.min())), max(self.high, float(column.max()))
-
-    def storage_type(self, floating: bool) -> str:
-        """The narrowest type that is exact; beyond int32 only identifiers stay integers."""
-        fitting = [t for t in INTEGERS if np.iinfo(t).min <= self.low and self.high <= np.iinfo(t).max]
-        if not floating:
-            return fitting[0]
-        if self.whole and fitting and fitting[0] != "int64":
-            return fitting[0]
-        return FLOATS[0] if self.single else FLOATS[1]
-
-
-def block_file(role: str, storage: str) -> str:
-    return f"{role}.{storage}.bin"
 
 
 def open_blocks(folder: Path, description: dict[str, Any]) -> list[Block]:

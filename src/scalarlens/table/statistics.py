@@ -23,6 +23,9 @@ MAX_DECIMALS = 4
 #: distinct values of a column are summed in blocks of this many, wherever its rows came from
 BLOCK_VALUES = 1 << 16
 
+#: ids of a missing cell, and of a category that training did not keep
+MISSING_ID, UNSEEN_ID = 0, 1
+
 #: sorted distinct values of a column with their counts, block by block; may be walked more than once
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 
