@@ -9,7 +9,7 @@ demo: .venv/core
 	$(BIN)/scalarlens demo --out demo
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --doctest-modules src tests -m "not slow"
+	$(BIN)/python -m pytest -n 2 --doctest-modules src tests -m "not slow"
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest tests -m slow

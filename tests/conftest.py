@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Tensors here are tiny: threads that wait for each other cost more than they bring. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
 REAL_DATA = TESTS.parents[1] / "shared" / "data"
