@@ -26,7 +26,8 @@ def measure(table: Path, out: Path, limit: str, min_count: int) -> tuple[float, 
     source = ["--source", "criteo", "--from", str(table), "--option", f"source.min_count={min_count}"]
     options = ["--split", "random", "--seed", "1", "--memory-limit", limit, "--out", str(out), "--quiet"]
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "scalarlens.cli", "prepare", *source, *options])
+    command = [sys.executable, "-m", "scalarlens.cli", "prepare", *source, *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     if status != 0:
         raise RuntimeError(f"the preparation of {table} ended with status {status}")

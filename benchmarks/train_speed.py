@@ -45,9 +45,8 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(report))
         return
-    print(
-        f"{machine(chosen.device)}; {chosen.backbone}, {N} + {C} fields, batch {Recipe().batch_size}, {chosen.rows:,} rows"
-    )
+    shape = f"{N} + {C} fields, batch {Recipe().batch_size}, {chosen.rows:,} rows"
+    print(f"{machine(chosen.device)}; {chosen.backbone}, {shape}")
     for name, found in report.items():
         print(
             f"{name:16} {found['rows_per_second']:>12,.0f} rows/s  (spread {found['low']:,.0f} to {found['high']:,.0f})"

@@ -113,7 +113,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_training_loads_nothing_optional() -> None:
-    assert not loaded_after("import scalarlens.job") & OPTIONAL
+    assert not loaded_after("import scalarlens.job, scalarlens.experiments") & OPTIONAL
 
 
 def test_help_does_not_import_torch() -> None:

@@ -96,7 +96,8 @@ def test_it_gets_a_page_and_a_row(extended: Path) -> None:
 
 
 def test_it_goes_through_every_contract_and_is_exported(extended: Path) -> None:
-    contracts = ("-m", "pytest", "-v", "-p", "no:randomly", "-p", "no:cacheprovider", "tests/contracts", "-k", "made-up")
+    plugins = ("-p", "no:randomly", "-p", "no:cacheprovider")
+    contracts = ("-m", "pytest", "-v", *plugins, "tests/contracts", "-k", "made-up")
     tested = run(extended, *contracts)
     assert tested.returncode == 0, tested.stdout[-2000:]
     passed = [line for line in tested.stdout.splitlines() if "made-up" in line and "PASSED" in line]

@@ -53,7 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
         _add_train,
         _add_evaluate,
         _add_predict,
+        _add_audit,
         _add_artifact,
+        _add_runs,
         _add_list,
     ):
         add(commands)
@@ -178,7 +180,7 @@ def _add_prepare(commands: Any) -> None:
     own.add_argument("--valid", type=Path)
     own.add_argument("--test", type=Path)
     parser.add_argument("--split", choices=("random", "time", "official"), help="random divides 80/10/10, with --seed")
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seed", type=int, help="draws the random split, and shuffles its rows as a whole")
     parser.add_argument("--memory-limit", default="2GB", metavar="SIZE", help="such as 1500MB or 2GB, or GiB")
     parser.add_argument("--out", type=Path, required=True)
 
@@ -437,6 +439,44 @@ def _predict(chosen: argparse.Namespace) -> None:
         print(f"{chosen.out}: {counts.rows:,} rows")
 
 
+# audit
+
+
+def _add_audit(commands: Any) -> None:
+    parser = _command(commands, "audit", _audit, "put questions to a trained artifact", machine=True)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("data", type=Path, help="a folder that `scalarlens prepare` wrote, or a file of raw rows")
+    parser.add_argument("--split", help="which split of a prepared folder; by default valid")
+    parser.add_argument("--rows", type=int, metavar="N", help="how many rows, spread evenly; by default 10,000")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="one audit; may be repeated")
+    _device_option(parser)
+
+
+def _audit(chosen: argparse.Namespace) -> None:
+    from scalarlens.artifact import load
+    from scalarlens.audits import audits, open_subject, run_audits
+    from scalarlens.errors import CheckFailed
+    from scalarlens.job import choose_device
+
+    for name in chosen.only:
+        audits.get(name)
+    artifact = load(chosen.artifact).to(choose_device(chosen.device))
+    options = {"split": chosen.split, "rows": chosen.rows}
+    subject = open_subject(artifact, chosen.data, **{k: v for k, v in options.items() if v is not None})
+    if subject.packed is None and chosen.split is not None:
+        _note(f"{chosen.data} is a file of raw rows, so that --split changes nothing")
+    reports = run_audits(subject, chosen.only)
+    failed = [report.name for report in reports if report.finding.passed is False]
+    if chosen.json:
+        head = {"artifact": str(chosen.artifact), "encoder": subject.encoder_name, "rows": len(subject.values)}
+        _print_json({**head, "passed": not failed, "audits": [report.to_tables() for report in reports]})
+    else:
+        print(f"{chosen.artifact}, encoder {subject.encoder_name}, {len(subject.values):,} rows of {chosen.data}")
+        print("\n".join(map(str, reports)))
+    if failed:
+        raise CheckFailed(f"{chosen.artifact} fails {', '.join(failed)}")
+
+
 # artifact
 
 
@@ -469,6 +509,27 @@ def _verify(chosen: argparse.Namespace) -> None:
     else:
         fields, encoder = len(artifact.contract["fields"]), artifact.spec["model"]["encoder"]
         print(f"{chosen.artifact} is intact: {len(FILES)} files, {fields} fields, encoder {encoder}")
+
+
+# runs
+
+
+def _add_runs(commands: Any) -> None:
+    runs = commands.add_parser("runs", help="stores of run records", epilog=EPILOG)
+    actions = runs.add_subparsers(required=True, metavar="ACTION")
+    merge = _command(actions, "merge", _runs_merge, "join stores, such as those of several machines", machine=True)
+    merge.add_argument("stores", type=Path, nargs="+", metavar="STORE")
+    merge.add_argument("--into", type=Path, required=True, metavar="STORE", help="may hold records already")
+
+
+def _runs_merge(chosen: argparse.Namespace) -> None:
+    from scalarlens.experiments.store import merge
+
+    found = merge(chosen.stores, chosen.into)
+    if chosen.json:
+        _print_json(found)
+    else:
+        print(f"{chosen.into}: {found['records']:,} records, {found['failed']:,} of them of failed runs")
 
 
 # list

@@ -72,7 +72,7 @@ class Reporter:
 
 
 class StageReporter:
-    """Shows the stage of a preparation with its rows per second and what is left of it, on a terminal alone."""
+    """Shows the stage of a preparation with its rate and, where known, the time left; on a terminal alone."""
 
     REFRESH_SECONDS = 0.5
 
@@ -89,7 +89,7 @@ class StageReporter:
         if self._line and self._stage:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def progress(self, stage: str, done: int, rows: int | None) -> None:
+    def progress(self, stage: str, done: int, total: int | None) -> None:
         now = time.monotonic()
         if stage != self._stage:
             self._stage, self._began, self._first = stage, now, done
@@ -97,9 +97,9 @@ class StageReporter:
             return
         self._shown = now
         rate = (done - self._first) / max(now - self._began, 1e-9)
-        text = f"{stage}: {done:,} rows" if rows is None else f"{stage}: {done:,} of {rows:,} rows"
-        left = "" if rows is None or not rate else f", {(rows - done) / rate:.0f} s left"
-        print(f"\r\x1b[K{text}, {rate:,.0f} rows/s{left}", end="", file=sys.stderr, flush=True)
+        text = f"{stage}: {done:,}" if total is None else f"{stage}: {done:,} of {total:,}"
+        left = "" if total is None or not rate else f", {(total - done) / rate:.0f} s left"
+        print(f"\r\x1b[K{text}, {rate:,.0f} per second{left}", end="", file=sys.stderr, flush=True)
 
 
 def _tensorboard() -> Any:

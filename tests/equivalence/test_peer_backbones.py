@@ -172,9 +172,7 @@ def test_attention(rechub: types.ModuleType, deepctr: types.ModuleType) -> None:
     """All three layers of AutoInt; deepctr-torch scales the scores only on request."""
     attention = backbone("autoint").attention
     first = nn.Sequential(*(scrambled(rechub.InteractingLayer(DIM, num_heads=2)) for _ in range(3)))
-    second = nn.Sequential(
-        *(scrambled(deepctr.InteractingLayer(DIM, head_num=2, scaling=True)) for _ in range(3))
-    )
+    second = nn.Sequential(*(scrambled(deepctr.InteractingLayer(DIM, head_num=2, scaling=True)) for _ in range(3)))
     for layer, ours in enumerate(attention):
         weights = [ours.query.weight, ours.key.weight, ours.value.weight, ours.residual.weight]
         names = ["Query", "key", "Value", "Res"]

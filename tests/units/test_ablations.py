@@ -617,9 +617,7 @@ def gradients(encoder: NumericalEncoder, tokens: Tensor) -> Arrays:
     weights = torch.linspace(-1, 1, tokens.numel(), dtype=tokens.dtype).view_as(tokens)
     names, parameters = zip(*encoder.named_parameters(), strict=True)
     loss = (tokens * weights).sum()
-    found = torch.autograd.grad(
-        loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
     return {name: gradient.numpy() for name, gradient in zip(names, found, strict=True)}
 
 
@@ -849,9 +847,7 @@ def check_export(part: Part) -> None:
     rows = torch.export.Dim("rows")
     values, context = inputs_of()
     context = context.double()
-    program = torch.export.export(
-        encoder, (values[:6], context[:6]), dynamic_shapes=({0: rows}, {0: rows})
-    ).module()
+    program = torch.export.export(encoder, (values[:6], context[:6]), dynamic_shapes=({0: rows}, {0: rows})).module()
     for some in (slice(0, 12), slice(3, 5), slice(7, 8)):
         exported, eager = program(values[some], context[some]), encoder(values[some], context[some])
         torch.testing.assert_close(exported, eager, rtol=0, atol=1e-12)

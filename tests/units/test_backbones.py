@@ -62,9 +62,7 @@ def scrambled_backbone(make: Make, n_values: int = N_VALUES, n_categories: int =
     return backbone
 
 
-def inputs_of(
-    n_values: int = N_VALUES, n_categories: int = N_CATEGORIES, rows: int = ROWS
-) -> tuple[Tensor, ...]:
+def inputs_of(n_values: int = N_VALUES, n_categories: int = N_CATEGORIES, rows: int = ROWS) -> tuple[Tensor, ...]:
     """value_tokens, category_tokens, category_weights."""
     return (
         normal(rows, n_values, DIM, seed=1),
@@ -193,9 +191,7 @@ def flat(values: np.ndarray, categories: np.ndarray) -> np.ndarray:
 
 
 class CategoriesFirst(Dnn):
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         return self.score(torch.cat([category_tokens, value_tokens], dim=1))
 
 
@@ -227,9 +223,7 @@ class NfmWithSelfPairs(Nfm):
 
 
 class CategoryWeightsForgotten(WideDeep):
-    def forward(
-        self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, value_tokens: Tensor, category_tokens: Tensor, category_weights: Tensor | None = None) -> Tensor:
         assert category_weights is not None
         return super().forward(value_tokens, category_tokens, torch.zeros_like(category_weights))
 
@@ -297,9 +291,7 @@ CASES = {
     "dcnv2": Case(DcnV2, np_dcnv2, CrossedWithItself, ("crosses.2", "deep")),
     "deepfm": Case(DeepFm, np_deepfm, DeepFmCountedTwice, ("linear", "pair_sum", "mlp")),
     "dnn": Case(Dnn, np_dnn, CategoriesFirst, ("mlp",)),
-    "fibinet": Case(
-        FiBiNet, np_fibinet, SharedBilinear, ("bilinear", "rescaled_bilinear", "importance", "mlp")
-    ),
+    "fibinet": Case(FiBiNet, np_fibinet, SharedBilinear, ("bilinear", "rescaled_bilinear", "importance", "mlp")),
     "linear": Case(LinearConsumer, np_linear, NoBias, ("head",)),
     "nfm": Case(Nfm, np_nfm, NfmWithSelfPairs, ("linear", "pair_sum", "mlp")),
     "pnn": Case(Pnn, np_pnn, PnnColumnByColumn, ("products", "mlp")),
@@ -490,16 +482,12 @@ def test_attention_refuses_heads_that_do_not_divide() -> None:
 class FirstFieldSquared(PairwiseBilinear):
     def forward(self, tokens: Tensor) -> list[Tensor]:
         return [
-            (
-                (tokens[:, f] @ weight.flatten(1)).unflatten(1, (-1, tokens.shape[2])) * tokens[:, f, None]
-            ).flatten(1)
+            ((tokens[:, f] @ weight.flatten(1)).unflatten(1, (-1, tokens.shape[2])) * tokens[:, f, None]).flatten(1)
             for f, weight in enumerate(self.weight.split(self.sizes, dim=1))
         ]
 
 
-def check_bilinear_identity(
-    part: type[PairwiseBilinear], rows: int, n_fields: int, dim: int, seed: int
-) -> None:
+def check_bilinear_identity(part: type[PairwiseBilinear], rows: int, n_fields: int, dim: int, seed: int) -> None:
     """With every `W_fg = I` the output is `Z_f * Z_g`."""
     tokens = normal(rows, n_fields, dim, seed=seed)
     bilinear = part(n_fields, dim).double()
@@ -782,9 +770,7 @@ def layer_widths(backbone: Backbone) -> Iterator[int]:
     return (layer.in_features for layer in backbone.get_submodule("mlp") if isinstance(layer, nn.Linear))
 
 
-@pytest.mark.parametrize(
-    ("fields", "pnn", "fibinet"), [(74, 3885, 86432), (31, 961, 14880), (39, 1365, 23712)]
-)
+@pytest.mark.parametrize(("fields", "pnn", "fibinet"), [(74, 3885, 86432), (31, 961, 14880), (39, 1365, 23712)])
 def test_tower_widths_at_the_sizes_of_the_paper(fields: int, pnn: int, fibinet: int) -> None:
     check_widths(Pnn, fields, pnn)
     check_widths(FiBiNet, fields, fibinet)

@@ -15,9 +15,7 @@ from scalarlens.table.statistics import TrainingStatistics
 RNG = np.random.default_rng(0)
 #: as many columns as Criteo has numbers
 THIRTEEN = np.random.default_rng(1).normal(size=(500, 13))
-TABLE = np.stack(
-    [RNG.normal(0, 2, 300), RNG.lognormal(0, 2, 300), np.full(300, 3.0), np.full(300, np.nan)], axis=1
-)
+TABLE = np.stack([RNG.normal(0, 2, 300), RNG.lognormal(0, 2, 300), np.full(300, 3.0), np.full(300, np.nan)], axis=1)
 VALUES = np.nan_to_num(TABLE, nan=-0.7)
 
 
@@ -27,9 +25,7 @@ def encoder_of(part: type[AutoDis] = AutoDis, table: np.ndarray = TABLE, **optio
 
 
 def check_formula(encoder: AutoDis, skip: float, temperature: float) -> None:
-    w, mixing, meta = (
-        p.detach().numpy() for p in (encoder.projection, encoder.mixing, encoder.meta_embeddings)
-    )
+    w, mixing, meta = (p.detach().numpy() for p in (encoder.projection, encoder.mixing, encoder.meta_embeddings))
     xw = VALUES[:, :, None] * w
     h = np.where(xw > 0, xw, 0.01 * xw)
     scores = (np.einsum("bnh,nhk->bnk", h, mixing) + skip * h) / temperature
@@ -104,9 +100,7 @@ def test_tokens_are_finite_and_exports_with_a_free_batch_size() -> None:
     context = torch.zeros(22, 2, 16)
     assert encoder(values, context).isfinite().all()
     rows = torch.export.Dim("rows")
-    program = torch.export.export(
-        encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})
-    ).module()
+    program = torch.export.export(encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})).module()
     for n in (0, 1, 22):
         torch.testing.assert_close(program(values[:n], context[:n]), encoder(values[:n]), rtol=0, atol=1e-6)
 

@@ -116,9 +116,7 @@ def test_greville_coefficients_give_the_identity() -> None:
 
 
 def check_formula(encoder: BSpline) -> None:
-    values = np.vstack(
-        [PRESENT, STATISTICS.low - 9, STATISTICS.high + 9, np.full(6, 1e12), np.full(6, -1e12)]
-    )
+    values = np.vstack([PRESENT, STATISTICS.low - 9, STATISTICS.high + 9, np.full(6, 1e12), np.full(6, -1e12)])
     span = np.where(STATISTICS.high > STATISTICS.low, STATISTICS.high - STATISTICS.low, 1.0)
     u = np.clip((values - STATISTICS.low) / span, 0.0, 1.0)
     expected = np.einsum("bnj,njd->bnd", cox_de_boor(u, 20, 3), encoder.coefficients.detach().numpy())
@@ -129,9 +127,7 @@ def check_formula(encoder: BSpline) -> None:
 class NotClipped(BSpline):
     def embed(self, values: Tensor) -> Tensor:
         low, span = self.unit_range.low, 2 * self.unit_range.span()
-        first, basis = spline_basis(
-            ((values - low) / span).clamp(min=0).remainder(1.0), self.cells, self.degree
-        )
+        first, basis = spline_basis(((values - low) / span).clamp(min=0).remainder(1.0), self.cells, self.degree)
         return mix_rows(self.coefficients, first, basis)
 
 
@@ -144,9 +140,7 @@ def test_formula() -> None:
 def check_affine_invariance(part: type[ValueEncoder]) -> None:
     table = TABLE[:, [0, 1, 2, 3, 5]]
     encoder, mapped = encoder_of(part, table), encoder_of(part, 3.7 * table - 12)
-    torch.testing.assert_close(
-        mapped(torch.tensor(3.7 * table - 12)), encoder(torch.tensor(table)), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(mapped(torch.tensor(3.7 * table - 12)), encoder(torch.tensor(table)), rtol=0, atol=1e-5)
 
 
 def test_tokens_survive_other_units_unless_bent() -> None:
@@ -235,9 +229,7 @@ def test_tokens_are_finite_and_exports_with_a_free_batch_size(part: type[ValueEn
     context = torch.zeros(22, 2, 16)
     assert encoder(values, context).isfinite().all()
     rows = torch.export.Dim("rows")
-    program = torch.export.export(
-        encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})
-    ).module()
+    program = torch.export.export(encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})).module()
     for n in (0, 1, 22):
         torch.testing.assert_close(program(values[:n], context[:n]), encoder(values[:n]), rtol=0, atol=1e-6)
 

@@ -98,9 +98,7 @@ def level_of(x: np.ndarray, anchors: np.ndarray) -> np.ndarray:
     return np.interp(x, places, levels)
 
 
-def formula(
-    encoder: AnchorEncoder, values: np.ndarray, scales: tuple[int, ...], input_units: bool
-) -> np.ndarray:
+def formula(encoder: AnchorEncoder, values: np.ndarray, scales: tuple[int, ...], input_units: bool) -> np.ndarray:
     """The tokens, field by field and scale by scale, from statistics and parameters."""
     known = statistics()
     nodes, temperature = encoder.nodes.detach().numpy(), np.exp(encoder.log_temperature.detach().numpy())
@@ -159,9 +157,7 @@ class SquaredDistance(Dae):
         return [distance.square() for distance in super().distances(values)]
 
 
-@pytest.mark.parametrize(
-    "mutant", [SumOfScales, SharedTemperature, SquaredDistance], ids=lambda part: part.__name__
-)
+@pytest.mark.parametrize("mutant", [SumOfScales, SharedTemperature, SquaredDistance], ids=lambda part: part.__name__)
 def test_mutant_formulas_are_rejected(mutant: type) -> None:
     with pytest.raises(AssertionError, match="Not equal"):
         check_formula(mutant, input_units=False, atol=2e-7)
@@ -183,9 +179,7 @@ def test_dae_averages_its_scales() -> None:
 
 @pytest.mark.parametrize("part", [Dae, DaeX])
 def test_weights_sum_to_one(part: type) -> None:
-    for weights, size in zip(
-        scrambled(part(statistics(), 0, 8)).weights(torch.tensor(probes())), SCALES, strict=True
-    ):
+    for weights, size in zip(scrambled(part(statistics(), 0, 8)).weights(torch.tensor(probes())), SCALES, strict=True):
         assert weights.shape == (len(probes()), len(COLUMNS), size)
         assert bool((weights >= 0).all())
         torch.testing.assert_close(
@@ -208,9 +202,7 @@ def test_tokens_are_constant_beyond_the_outer_anchors(part: type) -> None:
 
 def check_affine(make: Make) -> None:
     """Refit in other units and keep the parameters: the tokens stay."""
-    rows = table()[
-        :, [COLUMNS.index(name) for name in ("normal", "heavy", "zeros", "middle", "few", "constant")]
-    ]
+    rows = table()[:, [COLUMNS.index(name) for name in ("normal", "heavy", "zeros", "middle", "few", "constant")]]
     encoder = make(TrainingStatistics.from_arrays(rows), 0, 8)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

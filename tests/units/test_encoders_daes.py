@@ -50,9 +50,7 @@ def probes() -> np.ndarray:
 
 
 def context(rows: int, seed: int = 1, n_categories: int = C) -> Tensor:
-    return torch.randn(
-        rows, n_categories, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    return torch.randn(rows, n_categories, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def scrambled(encoder: QuantileInterpolation) -> QuantileInterpolation:
@@ -110,9 +108,7 @@ def soft_weights(encoder: DaesGateSoft, distance: np.ndarray, category_tokens: T
 def transformer(encoder: DaesTran) -> tuple[nn.TransformerEncoderLayer, nn.LayerNorm]:
     """The same layer as torch ships it, with the encoder's weights."""
     own = encoder.attention
-    layer = nn.TransformerEncoderLayer(
-        D, 2, own.hidden.out_features, 0.0, norm_first=True, batch_first=True
-    ).double()
+    layer = nn.TransformerEncoderLayer(D, 2, own.hidden.out_features, 0.0, norm_first=True, batch_first=True).double()
     names = {
         "self_attn.in_proj_weight": own.attention_input.weight,
         "self_attn.in_proj_bias": own.attention_input.bias,
@@ -180,9 +176,7 @@ class FieldBlind(DaesTran):
         return super().weights(values, category_tokens - self.attention.fields)
 
 
-@pytest.mark.parametrize(
-    "mutant", [NotRenormalized, LaplacianKernel, FieldBlind], ids=lambda part: part.__name__
-)
+@pytest.mark.parametrize("mutant", [NotRenormalized, LaplacianKernel, FieldBlind], ids=lambda part: part.__name__)
 def test_mutant_formulas_are_rejected(mutant: type) -> None:
     with pytest.raises(AssertionError, match="Not equal"):
         check_formula(mutant, ORACLES[mutant.__base__])
@@ -264,9 +258,7 @@ def test_the_context_says_nothing_at_the_start(part: type) -> None:
         DaesGateSoft: softmax(-(distance**2) / 2),
         DaesTran: softmax(-distance),
     }[part]
-    np.testing.assert_allclose(
-        one, np.einsum("bnk,nkd->bnd", static, array(encoder.nodes)), rtol=0, atol=1e-10
-    )
+    np.testing.assert_allclose(one, np.einsum("bnk,nkd->bnd", static, array(encoder.nodes)), rtol=0, atol=1e-10)
 
 
 def check_other_numbers_are_not_read(make: Make) -> None:
@@ -368,9 +360,7 @@ def check_affine(make: Make) -> None:
     for scale, shift in [(1e4, 0.0), *zip(np.exp(units[:, 0]), units[:, 1], strict=True)]:
         moved = make(TrainingStatistics.from_arrays(columns * scale + shift), C, D)
         moved.load_state_dict(dict(encoder.named_parameters()), strict=False)
-        np.testing.assert_allclose(
-            tokens_of(moved, columns * scale + shift, rows), expected, rtol=0, atol=1e-5
-        )
+        np.testing.assert_allclose(tokens_of(moved, columns * scale + shift, rows), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", PARTS)

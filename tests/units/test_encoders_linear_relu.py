@@ -81,8 +81,6 @@ def test_exports_with_a_free_batch_size() -> None:
     encoder, values = encoder_of(), torch.tensor(TABLE)
     context = torch.zeros(300, 0, 16)
     rows = torch.export.Dim("rows")
-    program = torch.export.export(
-        encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})
-    ).module()
+    program = torch.export.export(encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})).module()
     for n in (0, 1, 300):
         torch.testing.assert_close(program(values[:n], context[:n]), encoder(values[:n]), rtol=0, atol=1e-12)

@@ -72,9 +72,7 @@ def codes_of(known: TrainingStatistics, values: np.ndarray) -> np.ndarray:
     return codes
 
 
-def rows_of(
-    encoder: ValueEncoder, known: TrainingStatistics, code: int, field: int, number: int
-) -> np.ndarray:
+def rows_of(encoder: ValueEncoder, known: TrainingStatistics, code: int, field: int, number: int) -> np.ndarray:
     """The digit vectors of one code in one base, `[positions, width]`, out of the flat table."""
     digit_table = encoder.tables[number]
     largest = codes_of(known, known.high[None])[0]
@@ -91,9 +89,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def lite_token(encoder: NaryDisLite, known: TrainingStatistics, code: int, field: int) -> np.ndarray:
-    return np.concatenate(
-        [rows_of(encoder, known, code, field, n).sum(0) for n in range(len(encoder.tables))]
-    )
+    return np.concatenate([rows_of(encoder, known, code, field, n).sum(0) for n in range(len(encoder.tables))])
 
 
 def attended_token(encoder: NaryDis, known: TrainingStatistics, code: int, field: int) -> np.ndarray:
@@ -151,9 +147,7 @@ class HighestFirst(DigitTable):
 
 
 @pytest.mark.parametrize("part", ORACLES)
-@pytest.mark.parametrize(
-    "broken", [PaddingLeaks, SharedPositions, HighestFirst], ids=lambda part: part.__name__
-)
+@pytest.mark.parametrize("broken", [PaddingLeaks, SharedPositions, HighestFirst], ids=lambda part: part.__name__)
 def test_mutants_are_rejected(part: type, broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scalarlens.encoders.nary.DigitTable", broken)
     with pytest.raises(AssertionError, match="Not equal"):
@@ -304,10 +298,7 @@ def test_without_queries_the_token_is_a_mean_of_means() -> None:
     values = np.nan_to_num(table(9))
     codes = codes_of(known, values)
     expected = [
-        [
-            np.mean([rows_of(encoder, known, int(c), i, n).mean(0) for n in (0, 1)], 0)
-            for i, c in enumerate(row)
-        ]
+        [np.mean([rows_of(encoder, known, int(c), i, n).mean(0) for n in (0, 1)], 0) for i, c in enumerate(row)]
         for row in codes
     ]
     np.testing.assert_allclose(encoder(torch.tensor(values)).detach().numpy(), expected, rtol=0, atol=1e-12)
@@ -356,9 +347,7 @@ def test_parameter_counts(dim: int) -> None:
 @pytest.mark.parametrize("part", ORACLES)
 def test_state_dict_is_the_whole_encoder(part: type) -> None:
     rng = np.random.default_rng(1)
-    a, b = (
-        TrainingStatistics.from_arrays(rng.uniform(*ends, (200, 2)).round()) for ends in ((0, 500), (-490, 9))
-    )
+    a, b = (TrainingStatistics.from_arrays(rng.uniform(*ends, (200, 2)).round()) for ends in ((0, 500), (-490, 9)))
     trained, other = scrambled(part(a, 0, 8)), scrambled(part(b, 0, 8))
     values = torch.linspace(-600, 600, 40).double().unsqueeze(1).repeat(1, 2)
     assert not torch.equal(trained(values), other(values))

@@ -26,9 +26,7 @@ def encoder_of(part: type[Periodic] = Periodic, table: np.ndarray = TABLE, **opt
 
 
 def formula(encoder: Periodic) -> np.ndarray:
-    c, w, b = (
-        p.detach().double().numpy() for p in (encoder.frequencies, encoder.linear.weight, encoder.linear.bias)
-    )
+    c, w, b = (p.detach().double().numpy() for p in (encoder.frequencies, encoder.linear.weight, encoder.linear.bias))
     phase = 2 * np.pi * np.mod(c * TABLE[:, :, None], 1.0)
     tokens = np.einsum("bnk,nkd->bnd", np.concatenate([np.cos(phase), np.sin(phase)], -1), w) + b
     return np.maximum(tokens, 0.0) if isinstance(encoder, Plr) else tokens
@@ -122,9 +120,7 @@ def test_tokens_are_finite_and_exports_with_a_free_batch_size(part: type[Periodi
     context = torch.zeros(22, 2, 16)
     assert encoder(values, context).isfinite().all()
     rows = torch.export.Dim("rows")
-    program = torch.export.export(
-        encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})
-    ).module()
+    program = torch.export.export(encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})).module()
     for n in (0, 1, 22):
         torch.testing.assert_close(program(values[:n], context[:n]), encoder(values[:n]), rtol=0, atol=1e-6)
 

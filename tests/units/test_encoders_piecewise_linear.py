@@ -96,9 +96,7 @@ class AffineInSinglePrecision(PiecewiseLinearEncoding):
     def forward(self, values: Tensor) -> Tensor:
         left, right = self.edges[:, :-1], self.edges[:, 1:]
         slope = torch.where(right > left, 1 / (right - left), 0.0)
-        return (
-            (values.float().unsqueeze(-1) * slope.float() - (left * slope).float()).clamp(0.0, 1.0).double()
-        )
+        return (values.float().unsqueeze(-1) * slope.float() - (left * slope).float()).clamp(0.0, 1.0).double()
 
 
 @pytest.mark.parametrize("clip_to_range", [False, True])
@@ -317,9 +315,7 @@ def test_tokens_are_finite_and_exports_with_a_free_batch_size(part: type[ValueEn
     context = torch.zeros(22, 2, 16)
     assert encoder(values, context).isfinite().all()
     rows = torch.export.Dim("rows")
-    program = torch.export.export(
-        encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})
-    ).module()
+    program = torch.export.export(encoder, (values[:5], context[:5]), dynamic_shapes=({0: rows}, {0: rows})).module()
     for n in (0, 1, 22):
         actual, expected = program(values[:n], context[:n]), encoder(values[:n])
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

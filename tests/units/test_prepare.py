@@ -99,7 +99,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-TINY = 24 * 4000  # so that a merge may take 4,000 bytes
+TINY = engine.MERGE_SHARE * 4000  # so that a merge may take 4,000 bytes
 
 
 # statistics
@@ -180,7 +180,7 @@ def vocabulary_of(texts: list[str | None], min_count: int) -> list[tuple[str, in
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("limit", [TINY, 24 * 40_000, engine.MEMORY_LIMIT])
+@pytest.mark.parametrize("limit", [TINY, 10 * TINY, engine.MEMORY_LIMIT])
 def test_vocabularies_are_those_of_a_counter(tmp_path: Path, limit: int) -> None:
     table = make_table(3000, seed=4)
     prepared = run(saved(table, tmp_path / "t.parquet"), tmp_path / "out", memory_limit=limit)

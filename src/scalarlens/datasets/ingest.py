@@ -58,13 +58,17 @@ def ingest(schema: Schema, parts: Sequence[Part], work: Work, pool: Executor, pr
     total = _rows_of(parts)
     saving: Future[None] | None = None
     for raw in _raw_chunks(schema, parts, chunks):
-        arrays, notes = _read(schema, parts[raw.part], raw, pool)
+        # Names are dropped as soon as they have served, so that two chunks are never in memory in full.
         if saving is not None:
             saving.result()
+        arrays, notes = _read(schema, parts[raw.part], raw, pool)
+        del raw
         chunk = Chunk(Arrays(_path(work, len(chunks))), notes)
         saving = pool.submit(save_arrays, chunk.arrays.path, arrays, notes)
+        del arrays
         chunks.append(chunk)
-        progress("reading", sum(entry.notes["rows"] for entry in chunks), total)
+        pa.default_memory_pool().release_unused()
+        progress("reading rows", sum(entry.notes["rows"] for entry in chunks), total)
     if saving is not None:
         saving.result()
     write_json(done, {"chunks": [chunk.notes for chunk in chunks]})
@@ -102,8 +106,9 @@ def _raw_chunks(schema: Schema, parts: Sequence[Part], done: Sequence[Chunk]) ->
         if any(chunk.notes["part"] > number for chunk in done):
             continue
         for piece in _cut(part.table, schema.columns, skipped):
-            yield _Raw(number, rows, piece)
-            rows += piece.num_rows
+            start, rows = rows, rows + piece.num_rows
+            yield _Raw(number, start, piece)
+            del piece
         if rows == 0:
             raise DataError(f"{part.table.path} has no rows")
         if not isinstance(part.dealt, str) and rows != len(part.dealt):

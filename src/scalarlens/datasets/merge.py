@@ -87,12 +87,14 @@ class TextColumn:
 
     def __init__(self, name: str, chunks: Sequence[Arrays], folder: Path, min_count: int = 1) -> None:
         self.name, self.min_count = name, min_count
-        self.chunks = [chunk for chunk in chunks if f"{name}.bounds" in chunk]
+        self._all_chunks, self._folder = chunks, folder
         self._ids, self._texts = folder / f"{name}.ids", folder / f"{name}.texts"
-        self._folder = folder
-        self._sizes = [chunk.size(f"{name}.counts") - 1 for chunk in self.chunks]
-        starts = np.cumsum([0, *self._sizes]).tolist()
-        self._starts = {chunk.path: start for chunk, start in zip(self.chunks, starts, strict=False)}
+
+    @cached_property
+    def _chunks(self) -> list[tuple[Arrays, int]]:
+        """The chunks that have this column, with the number of their texts."""
+        found = [chunk for chunk in self._all_chunks if f"{self.name}.bounds" in chunk]
+        return [(chunk, chunk.size(f"{self.name}.counts") - 1) for chunk in found]
 
     @cached_property
     def merged(self) -> Arrays:
@@ -115,21 +117,23 @@ class TextColumn:
         ):
             for texts, counts in classes.texts():
                 writer.write_batch(pa.record_batch([texts, counts], schema=_VOCABULARY))
-        ids = np.full(sum(self._sizes), UNSEEN_ID, np.int32)
+        ids = np.full(sum(size for _, size in self._chunks), UNSEEN_ID, np.int32)
         for entry, numbers in zip(ranges, classes.numbers(), strict=True):
             positions = entry.read("positions")
             ids[entry.read("places")[positions >= 0]] = numbers[positions[positions >= 0]]
-        tallies = [chunk.read(f"{self.name}.counts") for chunk in self.chunks]
+        tallies = [chunk.read(f"{self.name}.counts") for chunk, _ in self._chunks]
         missing = sum(int(tally[-1]) for tally in tallies)
         rare = sum(int(tally.sum()) for tally in tallies) - missing - int(classes.counts @ classes.totals)
-        save_arrays(self._ids, {"ids": ids}, {"size": int(classes.totals.sum()), "missing": missing, "rare": rare})
+        ends = np.cumsum([size for _, size in self._chunks]).tolist()
+        places = {chunk.path.name: (end - size, end) for (chunk, size), end in zip(self._chunks, ends, strict=True)}
+        notes = {"size": int(classes.totals.sum()), "missing": missing, "rare": rare, "places": places}
+        save_arrays(self._ids, {"ids": ids}, notes)
         for entry in ranges:
             entry.path.unlink()
 
     def ids_of(self, chunk: Arrays) -> np.ndarray:
         """The number of each code of a chunk; the last code is a missing cell."""
-        start = self._starts[chunk.path]
-        known = self.merged.read("ids", start, start + chunk.size(f"{self.name}.counts") - 1)
+        known = self.merged.read("ids", *self.merged.notes["places"][chunk.path.name])
         return np.append(known, np.int32(MISSING_ID))
 
     @property
@@ -149,23 +153,20 @@ class TextColumn:
 
     def _bounds(self, budget: int) -> list[pa.Scalar]:
         """Texts that cut the order of all texts into ranges which fit the budget."""
-        content = sum(chunk.size(f"{self.name}.bytes") for chunk in self.chunks)
-        ranges = -(-(content * 2 + sum(self._sizes) * BYTES_PER_TEXT) // budget)
+        needed = sum(chunk.size(f"{self.name}.bytes") * 2 + size * BYTES_PER_TEXT for chunk, size in self._chunks)
+        ranges = -(-needed // budget)
         if ranges < 2:
             return []
-        sample = [read_texts(chunk, self.name).take(np.arange(0, size, SAMPLE_EVERY)) for chunk, size in self._sized()]
+        sample = [read_texts(chunk, self.name).take(np.arange(0, size, SAMPLE_EVERY)) for chunk, size in self._chunks]
         united = pa.concat_arrays(sample)
         ordered = united.take(pc.sort_indices(united))
         return list(pc.unique(ordered.take(len(ordered) * np.arange(1, ranges) // ranges)))
-
-    def _sized(self) -> Iterator[tuple[Arrays, int]]:
-        return zip(self.chunks, self._sizes, strict=True)
 
     def _unite(self, number: int, low: pa.Scalar | None, high: pa.Scalar | None) -> Arrays:
         """The texts from `low` up to `high` made unique and ordered by falling count, then text; in a file."""
         places, pieces, tallies = [], [], []
         start = 0
-        for chunk, size in self._sized():
+        for chunk, size in self._chunks:
             texts, counts = read_texts(chunk, self.name), chunk.read(f"{self.name}.counts")[:-1]
             inside = _between(texts, low, high)
             places.append(start + inside)

@@ -147,7 +147,7 @@ class Packer:
         done = 0
         for chunk, _ in zip(self._chunks, pool.map(_call, tasks), strict=True):
             done += chunk.notes["rows"]
-            self._progress("packing", done, None)
+            self._progress("packing rows", done, sum(entry.notes["rows"] for entry in self._chunks))
 
     def _pack(self, chunk: Chunk, path: Path, firsts: Mapping[str, int]) -> None:
         if path.exists():
@@ -191,7 +191,7 @@ class Packer:
                 begun = {"shards": shard + 1, "rows": begun["rows"] + rows}
                 written[split] = begun
                 write_json(journal, written)
-                self._progress("writing", done + begun["rows"], self._rows)
+                self._progress("writing rows", done + begun["rows"], self._rows)
             done += layout.rows
         return {split: describe_split(folder / split, layout) for split, layout in self._layouts.items()}
 

@@ -33,10 +33,10 @@ from scalarlens.table.statistics import VocabularyStream, digest_of, stack_colum
 from scalarlens.table.stored import write_statistics
 
 #: a preparation needs about this much, whatever it prepares
-LEAST_MEMORY = 1 << 30
+LEAST_MEMORY = 800_000_000
 MEMORY_LIMIT = 2_000_000_000
 #: the share of the limit that the merge of one column may take
-MERGE_SHARE = 24
+MERGE_SHARE = 48
 #: part of the identity of a work folder; another version of the engine starts anew
 WORK_FORMAT = 1
 
@@ -63,8 +63,9 @@ def prepare(
         require_columns(schema.columns, part.table.columns)
     if not any("train" in part.splits for part in parts):
         raise DataError("no row belongs to the train split, and statistics need training rows")
-    work = Work(out, _identity(schema, parts, origin, shuffle_seed))
-    with _stopping_cleanly(work), ThreadPoolExecutor(_threads()) as pool:
+    work = Work(out)
+    with _stopping_cleanly(work), _pool() as pool:
+        work.claim(_identity(schema, parts, origin, shuffle_seed))
         run = _Preparation(schema, work, pool, memory_limit // MERGE_SHARE, progress or _silent)
         run.prepare(parts, out, origin, shuffle_seed)
     work.discard()
@@ -121,8 +122,8 @@ class _Preparation:
         groups = {split: TextColumn(f"group.{split}", files, self.work.folder) for split in sorted(splits)}
         tasks = [partial(merge_numbers, files, j, path, self.budget) for j, path in enumerate(paths)]
         tasks += [partial(column.merge, self.budget) for column in (*categories, *groups.values())]
-        for done, _ in enumerate(self.pool.map(lambda task: task(), tasks)):
-            self.progress("merging", done, None)
+        for done, _ in enumerate(self.pool.map(lambda task: task(), tasks), 1):
+            self.progress("merging columns", done, len(tasks))
         return stack_columns([read_numbers(path) for path in paths]), categories, groups
 
 
@@ -134,7 +135,17 @@ def _silent(stage: str, done: int, rows: int | None) -> None:
     pass
 
 
+@contextmanager
+def _pool() -> Iterator[Executor]:
+    pool = ThreadPoolExecutor(_threads())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def _threads() -> int:
+    """More threads than this would hold more pieces at once than the memory limit counts with."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
 
 

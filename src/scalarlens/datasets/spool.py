@@ -29,8 +29,11 @@ class Work:
 
     IDENTITY_FILE = "identity.json"
 
-    def __init__(self, out: Path, identity: str) -> None:
+    def __init__(self, out: Path) -> None:
         self.folder = out.with_name(f".{out.name}.work")
+
+    def claim(self, identity: str) -> None:
+        """Keep what a run with this identity left, or begin with an empty folder."""
         known = self.folder / self.IDENTITY_FILE
         if not known.exists() or read_json(known, UsageError) != {"identity": identity}:
             self.discard()
