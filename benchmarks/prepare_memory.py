@@ -6,7 +6,6 @@ python benchmarks/prepare_memory.py --rows 1000000,3000000,10000000 --memory-lim
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -14,11 +13,24 @@ import tempfile
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.ipc
+
 from scalarlens.datasets.click_log import write_criteo_tsv
-from scalarlens.datasets.prepared import PreparedTable
 
 #: the largest peak may exceed the smallest by this much
 ALLOWED = 0.15
+
+
+#: the peak that the kernel keeps of a process begins with that of its parent, so the process reads its own
+RUN = """
+import re, sys
+from pathlib import Path
+from scalarlens.cli import main
+code = main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1))
+sys.exit(code)
+"""
 
 
 def measure(table: Path, out: Path, limit: str, min_count: int) -> tuple[float, float]:
@@ -26,12 +38,9 @@ def measure(table: Path, out: Path, limit: str, min_count: int) -> tuple[float, 
     source = ["--source", "criteo", "--from", str(table), "--option", f"source.min_count={min_count}"]
     options = ["--split", "random", "--seed", "1", "--memory-limit", limit, "--out", str(out), "--quiet"]
     began = time.perf_counter()
-    command = [sys.executable, "-m", "scalarlens.cli", "prepare", *source, *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    if status != 0:
-        raise RuntimeError(f"the preparation of {table} ended with status {status}")
-    return time.perf_counter() - began, used.ru_maxrss / (1 << 10)
+    command = [sys.executable, "-c", RUN, "prepare", *source, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return time.perf_counter() - began, int(done.stdout.split()[-1]) / (1 << 10)
 
 
 def main() -> int:
@@ -51,9 +60,10 @@ def main() -> int:
             if not table.exists():
                 write_criteo_tsv(table, rows, seed=1, vocabulary_scale=chosen.vocabulary_scale)
             seconds, peak = measure(table, folder / "prepared", chosen.memory_limit, chosen.min_count)
-            sizes = PreparedTable(folder / "prepared").statistics.vocabulary_sizes
+            with pa.ipc.open_file(folder / "prepared" / "vocabularies.arrow") as vocabularies:
+                categories = vocabularies.read_all().num_rows
             print(
-                f"{rows:>11,} rows, {table.stat().st_size / 1e6:,.0f} MB, {sum(sizes):,} categories: peak {peak:,.0f} "
+                f"{rows:>11,} rows, {table.stat().st_size / 1e6:,.0f} MB, {categories:,} categories: peak {peak:,.0f} "
                 f"MiB, {seconds:.1f} s, {rows / seconds:,.0f} rows/s",
                 flush=True,
             )

@@ -96,4 +96,4 @@ def test_a_mesh_that_could_collapse_is_refused(options: dict[str, float]) -> Non
 
 def test_an_unknown_start_is_refused() -> None:
     with pytest.raises(UsageError, match="did you mean 'uniform'"):
-        mesh_of(np.arange(5.0), "unifrom")
+        mesh_of(np.arange(5.0), "uniforms")

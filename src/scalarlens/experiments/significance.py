@@ -120,8 +120,9 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """The percentile interval of the mean of paired differences over resampled cells.
 
-    Efron and Tibshirani, An Introduction to the Bootstrap, 1993. NOTE[DIFF] The paper gives neither the number of
-    resamples nor the seed of its intervals.
+    Efron and Tibshirani, An Introduction to the Bootstrap, 1993.
+
+    NOTE[DIFF] The paper gives neither the number of resamples nor the seed of its intervals.
 
     *Shape*: deltas `[cells]`.
 
@@ -140,8 +141,10 @@ def wilcoxon(deltas: Sequence[float | Fraction]) -> float:
     """The two-sided p of Wilcoxon's signed-rank test, by the exact distribution over all `2^n` signs.
 
     `W` sums the ranks of the positive differences; `p = P(|W - E W| >= |w - E W|)`. Equal sizes share their
-    mid-rank, and the distribution is that of the mid-ranks. Differences of zero are left out before ranking, as
-    Wilcoxon did; where all are zero, p is 1. NOTE[DIFF] The paper states neither rule.
+    mid-rank, and the distribution is that of the mid-ranks. Where all differences are zero, p is 1.
+
+    NOTE[DIFF] The paper does not say what becomes of differences of zero: they are left out before ranking, as
+    Wilcoxon did.
 
     >>> wilcoxon([1.0, 2.0, 3.0]) == 2 / 2**3
     True
