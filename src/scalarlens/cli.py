@@ -182,6 +182,12 @@ def _add_prepare(commands: Any) -> None:
     parser.add_argument("--split", choices=("random", "time", "official"), help="random divides 80/10/10, with --seed")
     parser.add_argument("--seed", type=int, help="draws the random split, and shuffles its rows as a whole")
     parser.add_argument("--memory-limit", default="2GB", metavar="SIZE", help="such as 1500MB or 2GB, or GiB")
+    parser.add_argument(
+        "--engine",
+        default="local",
+        choices=("local", "ray"),
+        help="ray reads on a Ray cluster (RAY_ADDRESS, or this machine), which must reach the table and --out",
+    )
     parser.add_argument("--out", type=Path, required=True)
 
 
@@ -202,6 +208,7 @@ def _prepare(chosen: argparse.Namespace) -> None:
             opened.origin,
             shuffle_seed=opened.origin.get("seed"),
             memory_limit=memory_limit,
+            engine=chosen.engine,
             progress=reporter.progress,
         )
     rows = {name: prepared.splits[name]["rows"] for name in SPLITS if name in prepared.splits}

@@ -430,7 +430,7 @@ def test_killed_processes_continue(tmp_path: Path) -> None:
         "ingest.CHUNK_ROWS = 2000; sys.exit(main(sys.argv[1:]))"
     )
     work = tmp_path / ".out.work"
-    for sign in ("chunk-000003", "packed-000010"):
+    for sign in ("chunk-000000-000003", "packed-000010"):
         process = subprocess.Popen([sys.executable, "-c", script, *command("out")], stderr=subprocess.PIPE)
         while process.poll() is None and not (work / sign).exists():
             time.sleep(1e-3)

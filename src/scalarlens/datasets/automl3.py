@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from scalarlens.datasets.files import Table, TableFile, open_text
+from scalarlens.datasets.files import Table, TableFile, open_text, require_inside
 from scalarlens.datasets.parts import Part, deal_in_order, deal_randomly
 from scalarlens.datasets.source import (
     Opened,
@@ -197,6 +197,8 @@ def _kinds(path: Path) -> list[str]:
 
 
 def _rows(place: Path, batches: Sequence[Path], columns: Sequence[str]) -> Table:
+    for path in batches:
+        require_inside(path, place)
     files = [open_text(path, " ", columns=columns).files[0] for path in batches]
     return Table(place, tuple(columns), tuple(files))
 

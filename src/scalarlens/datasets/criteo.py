@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scalarlens.datasets.files import Table, open_text
+from scalarlens.datasets.files import Table, open_text, require_inside
 from scalarlens.datasets.parts import Part, deal_in_order, deal_randomly
 from scalarlens.datasets.source import (
     COMPRESSIONS,
@@ -68,4 +68,6 @@ class Criteo(Source):
         parts = sorted(name for name in names if name.endswith(ENDINGS) and not name.startswith("."))
         if whole or not parts:
             return self._find(place)[0]
+        for name in parts:
+            require_inside(place / name, place)
         return [place / name for name in parts]

@@ -134,6 +134,8 @@ def _open_folder(path: Path) -> Table:
     entries = sorted(entry for entry in path.iterdir() if not _is_aside(entry))
     if not entries:
         raise DataError(f"the folder {path} has no table in it; put files there that end in {_KNOWN}")
+    for entry in entries:
+        require_inside(entry, path)
     formats = {_format(entry) for entry in entries}
     if len(formats) > 1:
         raise DataError(f"the folder {path} mixes {_names(sorted(formats))}; a table is of one format")
@@ -145,6 +147,19 @@ def _open_folder(path: Path) -> Table:
                 f"{file.path} and {files[0].path} differ in their columns: only one of them has {_names(odd)}"
             )
     return Table(path, files[0].columns, files)
+
+
+def require_inside(entry: Path, folder: Path) -> None:
+    """Refuse what a folder only links to: whoever fills a folder must not decide which other files are read."""
+    if not entry.is_symlink():
+        return
+    if not entry.exists():
+        raise DataError(f"{entry} is a link to {entry.readlink()}, which does not exist; remove it")
+    if not entry.resolve().is_relative_to(folder.resolve()):
+        raise DataError(
+            f"{entry} is a link that leads out of its folder, to {entry.resolve()}; "
+            "put the file itself there, or name it on its own"
+        )
 
 
 def _is_aside(entry: Path) -> bool:
@@ -239,6 +254,7 @@ class _TextFile:
     ) -> None:
         self.path, self._delimiter, self._codec = path, delimiter, codec
         self._given, self._content = tuple(columns), content
+        self._n_rows: int | None = None
         with _reading(path), self._rows() as rows:
             try:
                 self.columns = self._given or self._checked(next(rows))
@@ -250,6 +266,11 @@ class _TextFile:
         return self._stream(columns)
 
     def count_rows(self) -> int:
+        if self._n_rows is None:
+            self._n_rows = self._count()
+        return self._n_rows
+
+    def _count(self) -> int:
         if self._given and len(self.columns) > 1:
             return self._count_lines()
         return sum(batch.num_rows for batch in self._stream(self.columns[-1:]))

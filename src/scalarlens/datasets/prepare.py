@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from scalarlens.datasets.ingest import Chunk, Progress, ingest
+from scalarlens.datasets.ingest import Chunk, Engine, Progress, ingest, read_here
 from scalarlens.datasets.merge import TextColumn, merge_numbers, read_numbers
 from scalarlens.datasets.pack import Packer, layouts_of
 from scalarlens.datasets.parts import Part
 from scalarlens.datasets.prepared import PreparedTable, refuse_foreign_folder, write_manifest
 from scalarlens.datasets.spool import Work
-from scalarlens.errors import DataError, ScalarLensError, UsageError
+from scalarlens.errors import DataError, ScalarLensError, UsageError, unknown_name
 from scalarlens.storage import replacing_folder, sha256_of
 from scalarlens.table.columns import require_columns
 from scalarlens.table.schema import Schema
@@ -38,7 +38,9 @@ MEMORY_LIMIT = 2_000_000_000
 #: the share of the limit that the merge of one column may take
 MERGE_SHARE = 48
 #: part of the identity of a work folder; another version of the engine starts anew
-WORK_FORMAT = 1
+WORK_FORMAT = 2
+#: where the text of a table is read: here, or in tasks of Ray
+ENGINES = ("local", "ray")
 
 
 def prepare(
@@ -49,26 +51,31 @@ def prepare(
     *,
     shuffle_seed: int | None = None,
     memory_limit: int = MEMORY_LIMIT,
+    engine: str = "local",
     progress: Progress | None = None,
 ) -> PreparedTable:
     """Prepare tables whose rows know their split; the statistics are those of the training rows alone.
 
     With `shuffle_seed` the rows of each split are shuffled as a whole; without it they keep the order of the tables.
+    The engine `ray` reads the text in tasks of Ray, which starts on this machine or joins the cluster that the
+    environment variable RAY_ADDRESS names; all its machines reach the tables, and the folder that `out` is in, under
+    the same paths. It gives the same bytes. The memory limit holds for each process.
     """
+    refuse_foreign_folder(Path(out))
     out = Path(out).resolve()
-    refuse_foreign_folder(out)
     if memory_limit < LEAST_MEMORY:
         raise UsageError(f"preparation needs a memory limit of {LEAST_MEMORY:,} bytes or more; got {memory_limit:,}")
     for part in parts:
         require_columns(schema.columns, part.table.columns)
     if not any("train" in part.splits for part in parts):
         raise DataError("no row belongs to the train split, and statistics need training rows")
-    work = Work(out)
-    with _stopping_cleanly(work), _pool() as pool:
-        work.claim(_identity(schema, parts, origin, shuffle_seed))
-        run = _Preparation(schema, work, pool, memory_limit // MERGE_SHARE, progress or _silent)
-        run.prepare(parts, out, origin, shuffle_seed)
-    work.discard()
+    with _pool() as pool:
+        read_pieces = _engine(engine, pool)
+        with Work(out) as work, _stopping_cleanly(work):
+            work.claim(_identity(schema, parts, origin, shuffle_seed))
+            run = _Preparation(schema, work, pool, read_pieces, memory_limit // MERGE_SHARE, progress or _silent)
+            run.prepare(parts, out, origin, shuffle_seed)
+            work.discard()
     return PreparedTable(out)
 
 
@@ -85,14 +92,28 @@ def parse_bytes(text: str, what: str = "a size") -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
+def _engine(name: str, pool: Executor) -> Engine:
+    if name not in ENGINES:
+        raise unknown_name("engine", name, ENGINES)
+    if name == "local":
+        return partial(read_here, pool)
+    # Imported late, because nothing else here has a use for it.
+    from scalarlens.datasets.spread import RayTasks
+
+    return RayTasks()
+
+
 class _Preparation:
     """The stages of one preparation; each leaves files in the work folder and skips what it finds there."""
 
-    def __init__(self, schema: Schema, work: Work, pool: Executor, budget: int, progress: Progress) -> None:
-        self.schema, self.work, self.pool, self.budget, self.progress = schema, work, pool, budget, progress
+    def __init__(
+        self, schema: Schema, work: Work, pool: Executor, read_pieces: Engine, budget: int, progress: Progress
+    ) -> None:
+        self.schema, self.work, self.pool = schema, work, pool
+        self.read_pieces, self.budget, self.progress = read_pieces, budget, progress
 
     def prepare(self, parts: Sequence[Part], out: Path, origin: Mapping[str, Any] | None, seed: int | None) -> None:
-        chunks = ingest(self.schema, parts, self.work, self.pool, self.progress)
+        chunks = ingest(self.schema, parts, self.work, self.read_pieces, self.progress)
         numbers, categories, groups = self._merge(chunks)
         layouts = layouts_of(chunks, categories, self.schema.group is not None, seed)
         packer = Packer(self.work, chunks, layouts, categories, groups, self.progress)

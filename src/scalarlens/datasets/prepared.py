@@ -93,7 +93,9 @@ def write_manifest(
 
 
 def refuse_foreign_folder(folder: Path) -> None:
-    """An output folder is replaced only if it is empty or holds a prepared table."""
+    """An output folder is replaced only if it is empty or holds a prepared table; through a link, where it leads."""
+    if folder.is_symlink() and not folder.exists():
+        raise UsageError(f"{folder} is a link to {folder.readlink()}, which does not exist; remove it")
     if folder.is_file():
         raise UsageError(f"{folder} is a file; --out names a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST_FILE).exists():

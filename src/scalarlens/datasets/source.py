@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalarlens.datasets.files import Table, TableFile, sha256_of_content
+from scalarlens.datasets.files import Table, TableFile, require_inside, sha256_of_content
 from scalarlens.datasets.parts import Part
 from scalarlens.errors import DataError, UsageError, unknown_name
 from scalarlens.registry import Registry, bind_options, options_of
@@ -124,6 +124,7 @@ class Source:
         for ending in COMPRESSIONS[1:]:
             bare = bare.removesuffix(ending)
         for name in (file.name, *(bare + ending for ending in COMPRESSIONS)):
+            require_inside(place / name, place)
             if (place / name).is_file():
                 return place / name
         raise self._missing(place, file.name, file.what)

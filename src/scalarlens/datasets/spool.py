@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from functools import cached_property
@@ -24,20 +26,46 @@ class Work:
     """The folder of a preparation that is not finished yet; it stands beside the folder that will hold the result.
 
     What it holds serves one command alone: found with another identity, it is emptied. Every file appears whole
-    or not at all, so that a file which exists need not be made again.
+    or not at all, so that a file which exists need not be made again. One process at a time has the folder; the
+    system gives it free when that process dies.
     """
 
     IDENTITY_FILE = "identity.json"
 
     def __init__(self, out: Path) -> None:
+        self._out = out
         self.folder = out.with_name(f".{out.name}.work")
+
+    def __enter__(self) -> Work:
+        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
+            raise UsageError(f"{self.folder} is in the way of the work folder of this preparation; remove it")
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_locked():
+                    return self
+            except BlockingIOError:
+                os.close(self._lock)
+                raise UsageError(f"another process prepares {self._out}; wait until it has ended") from None
+            os.close(self._lock)
+
+    def _is_locked(self) -> bool:
+        """False where the process that had the folder has removed it in the meantime."""
+        return self.folder.exists() and os.path.samestat(os.fstat(self._lock), self.folder.stat())
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
 
     def claim(self, identity: str) -> None:
         """Keep what a run with this identity left, or begin with an empty folder."""
         known = self.folder / self.IDENTITY_FILE
         if not known.exists() or read_json(known, UsageError) != {"identity": identity}:
-            self.discard()
-            self.folder.mkdir(parents=True)
+            # The identity goes first: what is left is then nobody's.
+            known.unlink(missing_ok=True)
+            for entry in self.folder.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
             write_json(known, {"identity": identity})
 
     def path(self, name: str) -> Path:
