@@ -92,7 +92,7 @@ def _add_demo(commands: Any) -> None:
         commands, "demo", _demo, "train ScalarLens and DEER on a made click log", quiet=True, machine=True
     )
     parser.add_argument("--out", type=Path, default=Path("demo"))
-    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=2026)
     _device_option(parser)
 
