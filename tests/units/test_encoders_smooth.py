@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scalarlens.encoders import build
-from scalarlens.encoders.blocks import smooth_curve
 from scalarlens.encoders.deer import Deer
 from scalarlens.encoders.scalarlens import ScalarLens
-from scalarlens.encoders.smooth import DeerSmooth, ScalarLensSmooth
+from scalarlens.encoders.smooth import DeerSmooth, ScalarLensSmooth, smooth_curve
 from scalarlens.table.statistics import TrainingStatistics
 
 N, C, D = 3, 2, 8

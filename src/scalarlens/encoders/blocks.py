@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappush, heapreplace
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalarlens.encoders.base import lookup_table
+from scalarlens.encoders.base import NumericalEncoder, lookup_table
 from scalarlens.errors import UsageError, unknown_name
 from scalarlens.table.statistics import QUANTILE_LEVELS, TrainingStatistics
 
@@ -94,13 +94,12 @@ class LearnedMesh(UnitRange):
         widths = starting_widths(statistics, intervals, mesh_start)
         share = np.maximum(widths * (1 + intervals * width_floor) - width_floor, width_floor * 1e-3)
         self.width_logits = nn.Parameter(torch.from_numpy(temperature * np.log(share)).float())
-        self.nodes = nn.Parameter(lookup_table(statistics.n_values, intervals + 1, embedding_dim))
         self.missing = nn.Parameter(lookup_table(statistics.n_values, embedding_dim))
+        self.nodes = nn.Parameter(self.start_nodes(statistics.n_values, embedding_dim))
 
-    @torch.no_grad()
-    def start_smooth(self) -> None:
-        """Draw the nodes again, as a smooth curve along the mesh: a start for whoever builds on the mesh."""
-        self.nodes.copy_(smooth_curve(self.nodes.shape[0], self.intervals, self.nodes.shape[2]))
+    def start_nodes(self, n_values: int, embedding_dim: int) -> Tensor:
+        """What the nodes start from, `[N, K+1, d]`."""
+        return lookup_table(n_values, self.intervals + 1, embedding_dim)
 
     def unit_boundaries(self) -> Tensor:
         """`b` on [0, 1], `[N, K+1]` float64: cumulative sums of the floored softmax widths."""
@@ -139,6 +138,46 @@ class LearnedMesh(UnitRange):
 
     def _offsets(self, stride: int, like: Tensor) -> Tensor:
         return torch.arange(self.low.shape[0], device=like.device) * stride
+
+
+class MeshEncoder(NumericalEncoder):
+    """An encoder whose coordinate is a place on a learned mesh; a subclass says in `build_on_mesh` what stands on it.
+
+    *Shape*: values `[B, N]` float64 (NaN = missing) -> coordinate `[B, N, d]`.
+    """
+
+    promises_coordinate = True
+    mesh_type: ClassVar[type[LearnedMesh]] = LearnedMesh
+
+    def __init__(
+        self,
+        statistics: TrainingStatistics,
+        n_categories: int,
+        embedding_dim: int,
+        *,
+        intervals: int = 16,
+        mesh_start: MeshStart = "quantile",
+        width_floor: float = 1e-7,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(statistics, n_categories, embedding_dim)
+        self.mesh = self.mesh_type(
+            statistics,
+            embedding_dim,
+            intervals=intervals,
+            mesh_start=mesh_start,
+            width_floor=width_floor,
+            temperature=temperature,
+        )
+        self.build_on_mesh()
+
+    def build_on_mesh(self) -> None:
+        """Make the modules that stand on the mesh."""
+
+    def coordinate(self, values: Tensor) -> Tensor:
+        """`e^loc`, `[B, N, d]`: interpolation on the learned mesh (`eq:local_interpolation`)."""
+        tokens: Tensor = self.mesh(values)
+        return tokens
 
 
 #: NOTE[DIFF] The paper gives neither the start of the mesh, nor its temperature, nor its floor. A uniform start on a
@@ -189,33 +228,6 @@ def _fill_up(boundaries: np.ndarray, intervals: int) -> np.ndarray:
         heapreplace(gaps, (left - middle, left, middle))
         heappush(gaps, (middle - right, middle, right))
     return np.array(sorted([left for _, left, _ in gaps] + [1.0]))
-
-
-#: terms of a smooth start of the nodes, and the size of what does not change along the curve
-CURVE_TERMS, CURVE_OFFSET = 3, 0.3
-
-
-def smooth_curve(n_fields: int, intervals: int, embedding_dim: int) -> Tensor:
-    """One low-frequency curve per field and component at `intervals + 1` nodes, `[N, K+1, d]`.
-
-    `E(t) = Σ_j (a_j cos(π j t) + .3 b_j) / j` over `j = 1, 2, 3` at `t = k / K` of node `k`, with standard normal
-    `a` and `b`; then each field is divided by its standard deviation over nodes and components.
-
-    NOTE[DIFF] Beyond the paper. `t` counts nodes instead of following their positions: a mesh that starts at
-    quantiles has rows in equal shares between its nodes, while on a heavy tail nearly all positions are near 0,
-    where the curve would give nearly all nodes one token.
-
-    >>> curve = smooth_curve(2, 16, 8)
-    >>> curve.shape, curve.std(dim=(1, 2), correction=0).tolist()
-    (torch.Size([2, 17, 8]), [1.0, 1.0])
-    """
-    terms = torch.arange(1, CURVE_TERMS + 1, dtype=torch.float64)
-    t = torch.arange(intervals + 1, dtype=torch.float64) / intervals
-    a, b = torch.randn(2, n_fields, CURVE_TERMS, embedding_dim, dtype=torch.float64) / terms[:, None]
-    waves = torch.cos(torch.pi * t[:, None] * terms)
-    curve = torch.einsum("kj,njd->nkd", waves, a) + CURVE_OFFSET * b.sum(1, keepdim=True)
-    variance = (curve - curve.mean(dim=(1, 2), keepdim=True)).square().mean(dim=(1, 2), keepdim=True)
-    return (curve / variance.sqrt()).float()
 
 
 def per_field(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

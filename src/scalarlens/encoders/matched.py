@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalarlens.encoders.base import NumericalEncoder, encoders
-from scalarlens.encoders.blocks import LearnedMesh, MeshStart, PerFieldLinear
+from scalarlens.encoders.base import encoders
+from scalarlens.encoders.blocks import MeshEncoder, PerFieldLinear
 from scalarlens.encoders.scalarlens import Readout, ScalarLens
 from scalarlens.registry import options_of
-from scalarlens.table.statistics import TrainingStatistics
 
 
-class MatchedAlternative(NumericalEncoder):
+class MatchedAlternative(MeshEncoder):
     """ScalarLens's coordinate and norm, and a readout without drives and states: `e_i = Readout_i(ē_i)`.
 
     A subclass says what the readout is. At one seed the mesh starts as it does in ScalarLens.
@@ -23,38 +22,12 @@ class MatchedAlternative(NumericalEncoder):
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
     """
 
-    promises_coordinate = True
-
-    def __init__(
-        self,
-        statistics: TrainingStatistics,
-        n_categories: int,
-        embedding_dim: int,
-        *,
-        intervals: int = 16,
-        mesh_start: MeshStart = "quantile",
-        width_floor: float = 1e-7,
-        temperature: float = 1.0,
-    ) -> None:
-        super().__init__(statistics, n_categories, embedding_dim)
-        self.mesh = LearnedMesh(
-            statistics,
-            embedding_dim,
-            intervals=intervals,
-            mesh_start=mesh_start,
-            width_floor=width_floor,
-            temperature=temperature,
-        )
+    def build_on_mesh(self) -> None:
         self.readout = self.build_readout()
 
     def build_readout(self) -> nn.Module:
         """The module that `read` hands the normalised coordinate to."""
         raise NotImplementedError
-
-    def coordinate(self, values: Tensor) -> Tensor:
-        """`e^loc`, `[B, N, d]`, as in ScalarLens."""
-        tokens: Tensor = self.mesh(values)
-        return tokens
 
     def read(self, normalized: Tensor, category_tokens: Tensor) -> Tensor:
         """The tokens from normalised coordinates, `[B, N, d]`."""
@@ -75,6 +48,7 @@ class DeerNorm(MatchedAlternative):
     *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
 
     >>> import numpy as np
+    >>> from scalarlens.table import TrainingStatistics
     >>> encoder = DeerNorm(TrainingStatistics.from_arrays(np.array([[1.0], [40.0]])), 3, 16)
     >>> values = torch.tensor([[7.0]]).double()
     >>> encoder(values, torch.zeros(1, 3, 16)).equal(ScalarLens.normalize(encoder.coordinate(values)))
@@ -100,6 +74,7 @@ class LocalMlp(MatchedAlternative):
     *Shape*: values `[B, N]` float64 (NaN = missing) -> value_tokens `[B, N, d]`.
 
     >>> import numpy as np
+    >>> from scalarlens.table import TrainingStatistics
     >>> encoder = LocalMlp(TrainingStatistics.from_arrays(np.zeros((1, 13))), 26, 16)
     >>> encoder.readout.hidden.bias.shape
     torch.Size([13, 111])
@@ -130,6 +105,7 @@ class ContextFilm(MatchedAlternative):
     *Shape*: values `[B, N]` float64 (NaN = missing), category_tokens `[B, C, d]` -> value_tokens `[B, N, d]`.
 
     >>> import numpy as np
+    >>> from scalarlens.table import TrainingStatistics
     >>> encoder = ContextFilm(TrainingStatistics.from_arrays(np.zeros((1, 13))), 26, 16)
     >>> encoder.readout.hidden.bias.shape
     torch.Size([13, 64])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalarlens.encoders.base import Context, NumericalEncoder, Source, encoders
-from scalarlens.encoders.blocks import LearnedMesh, MeshStart, PerFieldLinear, per_field
+from scalarlens.encoders.base import Context, Source, encoders
+from scalarlens.encoders.blocks import MeshEncoder, MeshStart, PerFieldLinear, per_field
 from scalarlens.table.statistics import TrainingStatistics
 
 
@@ -29,7 +29,7 @@ class Trace:
 
 
 @encoders.register("scalarlens")
-class ScalarLens(NumericalEncoder):
+class ScalarLens(MeshEncoder):
     """A learned monotone mesh locates the value; a few bounded low-rank steps driven by the row shape its response.
 
     `e_i = Readout_i([norm(e_i^loc); g_i; s_i^(1); ...; s_i^(T)])` (equations `eq:monotone_mesh` to
@@ -47,7 +47,6 @@ class ScalarLens(NumericalEncoder):
     """
 
     context: ClassVar[Context] = "all"
-    promises_coordinate = True
     source = Source(
         citation="Yao et al., ScalarLens",
         basis="the paper's equations; what they leave open is listed in docs/deviations.md",
@@ -73,23 +72,27 @@ class ScalarLens(NumericalEncoder):
         width_floor: float = 1e-7,
         temperature: float = 1.0,
     ) -> None:
-        super().__init__(statistics, n_categories, embedding_dim)
-        n_fields = self.n_values + n_categories
-        self.state_dim = state_dim
-        self.mesh = LearnedMesh(
+        super().__init__(
             statistics,
+            n_categories,
             embedding_dim,
             intervals=intervals,
             mesh_start=mesh_start,
             width_floor=width_floor,
             temperature=temperature,
         )
-        self.drive = PerFieldLinear(n_fields, embedding_dim, state_dim)
-        self.gate = PerFieldLinear(n_fields, embedding_dim, state_dim)
+        n_fields = self.n_values + n_categories
+        self.state_dim = state_dim
+        self.build_heads(n_fields)
         self.messages = LowRankMessages(n_fields * state_dim, rank)
         self.step_logits = nn.Parameter(torch.zeros(steps))
         features = embedding_dim + state_dim + steps * state_dim
         self.readout = Readout(self.n_values, features, hidden_dim, embedding_dim)
+
+    def build_heads(self, n_fields: int) -> None:
+        """A head for the drive and one for the gate of each field."""
+        self.drive = PerFieldLinear(n_fields, self.embedding_dim, self.state_dim)
+        self.gate = PerFieldLinear(n_fields, self.embedding_dim, self.state_dim)
 
     def forward(self, values: Tensor, category_tokens: Tensor) -> Tensor:
         return self.trace(values, category_tokens).tokens
@@ -102,11 +105,6 @@ class ScalarLens(NumericalEncoder):
         states = self.respond(drive, gate)
         tokens = self.read(normalized, gate, states)
         return Trace(coordinate, drive, gate, torch.stack(states), tokens)
-
-    def coordinate(self, values: Tensor) -> Tensor:
-        """`e^loc`, `[B, N, d]`: interpolation on the learned mesh (`eq:local_interpolation`)."""
-        tokens: Tensor = self.mesh(values)
-        return tokens
 
     @staticmethod
     def normalize(tokens: Tensor) -> Tensor:
