@@ -274,6 +274,9 @@ def _read(schema: Schema, part: Part, raw: _Raw, pool: Executor) -> tuple[dict[s
         file, row, place = next(origin for origin in reversed(raw.origins) if origin.place <= bad.row)
         row += bad.row - place + 1
         raise DataError(f"{file}: column {bad.column!r}, row {row}{more}: {bad.problem}") from bad
+    except DataError as error:
+        # Of a whole column, whose type all files of a chunk share.
+        raise DataError(f"{raw.origins[0].file}: {error}") from error
     arrays = {name: array for found, _ in results for name, array in found.items()}
     ranges = {split: [asdict(found[split]) for _, found in results[: len(schema.numeric)]] for split in layout.splits}
     notes = {"rows": raw.cells.num_rows}

@@ -27,7 +27,6 @@ from scalarlens.datasets.prepared import PreparedTable, refuse_foreign_folder, w
 from scalarlens.datasets.spool import Work
 from scalarlens.errors import DataError, ScalarLensError, UsageError, unknown_name
 from scalarlens.storage import replacing_folder, sha256_of
-from scalarlens.table.columns import require_columns
 from scalarlens.table.schema import Schema
 from scalarlens.table.statistics import VocabularyStream, digest_of, stack_columns
 from scalarlens.table.stored import write_statistics
@@ -66,9 +65,10 @@ def prepare(
     if memory_limit < LEAST_MEMORY:
         raise UsageError(f"preparation needs a memory limit of {LEAST_MEMORY:,} bytes or more; got {memory_limit:,}")
     for part in parts:
-        require_columns(schema.columns, part.table.columns)
+        part.table.require(schema.columns)
     if not any("train" in part.splits for part in parts):
-        raise DataError("no row belongs to the train split, and statistics need training rows")
+        tables = ", ".join(str(part.table.path) for part in parts)
+        raise DataError(f"{tables}: no row belongs to the train split, and statistics need training rows")
     with _pool() as pool:
         read_pieces = _engine(engine, pool)
         with Work(out) as work, _stopping_cleanly(work):
