@@ -113,7 +113,7 @@ def test_predict_keeps_the_order_and_names_what_it_ignores(
 ) -> None:
     rows, scores = tmp_path / f"rows.{ending}", tmp_path / "scores.parquet"
     write(clicks, rows)
-    code, _, err = typed("predict", trained / "run" / "artifact", rows, "--out", scores)
+    code, _, err = typed("predict", trained / "run" / "artifact", rows, "--out", scores, "--device", "cpu")
     assert code == 0
     assert "clicked" in err
     table = pq.read_table(scores)
