@@ -14,7 +14,6 @@ from scalarlens.datasets.files import Table
 from scalarlens.errors import DataError, UsageError
 from scalarlens.storage import replacing
 from scalarlens.table.cells import BadCell
-from scalarlens.table.columns import require_columns
 from scalarlens.table.tensorizer import CellCounts
 
 PROBABILITIES = pa.schema([("probability", pa.float64())])
@@ -22,7 +21,7 @@ PROBABILITIES = pa.schema([("probability", pa.float64())])
 
 def predict_file(artifact: ModelArtifact, table: Table, out: Path) -> CellCounts:
     """Write one column `probability`, in the order of the rows; the counts tell what was odd about them."""
-    require_columns(artifact.schema.features, table.columns)
+    table.require(artifact.schema.features)
     if out.suffix not in (".parquet", ".arrow", ".csv"):
         raise UsageError(f"--out must end in .parquet, .arrow or .csv; got {out.name!r}")
     if not out.parent.is_dir():

@@ -43,7 +43,6 @@ from scalarlens.errors import DataError, UsageError
 from scalarlens.table.schema import CategoricalColumn, NumericColumn
 
 NAMES = ["automl3", "bank-marketing", "census-income", "click-log", "controlled", "criteo", "diabetes130"]
-REAL = Path(__file__).parents[2].parent / "shared" / "data"
 few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 Rows = list[dict[str, Any]]
 Check = Callable[[Path], None]
@@ -1102,13 +1101,6 @@ def test_held_out_rows_do_not_reach_training(tmp_path: Path) -> None:
 # The real files, where they are
 
 
-@pytest.fixture
-def real() -> Path:
-    if not REAL.is_dir():
-        pytest.skip(f"the real files are not here: no folder {REAL}")
-    return REAL
-
-
 def measured(opened: Opened) -> dict[str, tuple[int, int]]:
     """Rows and positives of each split, read from the label alone."""
     found: dict[str, tuple[int, int]] = {}
@@ -1128,20 +1120,20 @@ def rows_and_rate(found: dict[str, tuple[int, int]], *splits: str) -> tuple[int,
     return rows, positives / rows
 
 
-def test_real_bank_marketing(real: Path) -> None:
-    opened = build("bank-marketing").open(real / "bank_marketing", None, 2026)
+def test_real_bank_marketing(real_data: Path) -> None:
+    opened = build("bank-marketing").open(real_data / "bank_marketing", None, 2026)
     assert not any("not the published" in note for note in opened.notes)
     found = measured(opened)
     assert {split: rows for split, (rows, _) in found.items()} == {"train": 36_169, "valid": 4_521, "test": 4_521}
     assert rows_and_rate(found) == (45_211, pytest.approx(0.1170, abs=5e-5))
-    by_time = measured(build("bank-marketing").open(real / "bank_marketing", "time"))
+    by_time = measured(build("bank-marketing").open(real_data / "bank_marketing", "time"))
     assert by_time["test"][0] == 4_521
     assert rows_and_rate(by_time, "train")[1] < 0.08
     assert rows_and_rate(by_time, "test")[1] == pytest.approx(0.47, abs=0.005)
 
 
-def test_real_census_income(real: Path) -> None:
-    opened = build("census-income").open(real / "census_income_kdd", None, 2026)
+def test_real_census_income(real_data: Path) -> None:
+    opened = build("census-income").open(real_data / "census_income_kdd", None, 2026)
     assert not any("not the published" in note for note in opened.notes)
     found = measured(opened)
     assert found["valid"][0] == 19_952
@@ -1149,17 +1141,17 @@ def test_real_census_income(real: Path) -> None:
     assert rows_and_rate(found, "test") == (99_762, pytest.approx(0.06201, abs=5e-6))
 
 
-def test_real_diabetes130(real: Path) -> None:
-    opened = build("diabetes130").open(real / "diabetes130", None, 2026)
+def test_real_diabetes130(real_data: Path) -> None:
+    opened = build("diabetes130").open(real_data / "diabetes130", None, 2026)
     assert not any("not the published" in note for note in opened.notes)
     assert "left out: 2,423 stays that ended in death or in a hospice" in opened.notes
     assert rows_and_rate(measured(opened))[0] == 99_343
-    every = build("diabetes130", keep_deceased=True).open(real / "diabetes130", None, 2026)
+    every = build("diabetes130", keep_deceased=True).open(real_data / "diabetes130", None, 2026)
     assert rows_and_rate(measured(every)) == (101_766, pytest.approx(0.1116, abs=5e-5))
 
 
-def test_real_automl3(real: Path) -> None:
-    opened = build("automl3").open(real / "automl3_rl")
+def test_real_automl3(real_data: Path) -> None:
+    opened = build("automl3").open(real_data / "automl3_rl")
     assert not any("not the published" in note for note in opened.notes)
     assert any("no labelled training batch is here" in note for note in opened.notes)
     assert (len(opened.schema.numeric), len(opened.schema.categorical)) == (8, 14)
@@ -1170,8 +1162,8 @@ def test_real_automl3(real: Path) -> None:
     assert found["test"][0] == 4_961
 
 
-def test_a_changed_real_file_is_noted(real: Path, tmp_path: Path) -> None:
-    for path in (real / "bank_marketing").iterdir():
+def test_a_changed_real_file_is_noted(real_data: Path, tmp_path: Path) -> None:
+    for path in (real_data / "bank_marketing").iterdir():
         content = gzip.decompress(path.read_bytes())
         with gzip.open(tmp_path / path.name, "wb", compresslevel=1) as file:
             file.write(content if path.name.startswith("test") else content.replace(b"retired", b"tired"))

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalarlens import metrics
 from scalarlens.datasets.files import Table
 from scalarlens.errors import DataError, unknown_name
 from scalarlens.table.cells import BadCell, labels, not_numbers, numbers, plain, texts
@@ -445,12 +446,7 @@ def _signs_of_a_copy(name: str, verdict: _Verdict, samples: tuple[_Sample, _Samp
 def _auc(scores: np.ndarray, positive: np.ndarray) -> float:
     """The share of pairs that the scores rank right, ties half; 0.5 where there are too few rows to tell."""
     ones = int(positive.sum())
-    zeros = len(positive) - ones
-    if min(ones, zeros) < COPY_ROWS:
-        return 0.5
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return float((ranks[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))
+    return metrics.auc(positive, scores) if min(ones, len(positive) - ones) >= COPY_ROWS else 0.5
 
 
 def _accuracy_of_others(groups: np.ndarray, positive: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

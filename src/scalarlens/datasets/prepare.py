@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from scalarlens.cluster import cores
 from scalarlens.datasets.ingest import Chunk, Engine, Progress, ingest, read_here
 from scalarlens.datasets.merge import TextColumn, merge_numbers, read_numbers
 from scalarlens.datasets.pack import Packer, layouts_of
@@ -167,7 +167,7 @@ def _pool() -> Iterator[Executor]:
 
 def _threads() -> int:
     """More threads than this would hold more pieces at once than the memory limit counts with."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
+    return min(cores(), 4)
 
 
 def _identity(schema: Schema, parts: Sequence[Part], origin: Mapping[str, Any] | None, shuffle_seed: int | None) -> str:

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from scalarlens.cluster import ensure_ray, import_ray
 from scalarlens.datasets.ingest import Piece
 from scalarlens.datasets.spool import Work
-from scalarlens.errors import MissingExtra, ScalarLensError, UsageError
+from scalarlens.errors import ScalarLensError, UsageError
 
 #: a task that dies is given to another worker so many times; it continues behind its last chunk
 RETRIES = 3
@@ -22,11 +23,7 @@ class RayTasks:
     """An engine: one task for each piece. Chunks go to the work folder, and only the number of rows comes back."""
 
     def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise MissingExtra("ray", "ray", "--engine ray") from None
-        self._ray = ray
+        self._ray = import_ray("--engine ray")
 
     def __call__(self, pieces: Sequence[Piece], tell: Callable[[int], None]) -> None:
         with self._session():
@@ -58,17 +55,12 @@ class RayTasks:
     @contextmanager
     def _session(self) -> Iterator[None]:
         """Ray as the caller has it; otherwise a cluster that exists, or one of this machine alone for the time."""
-        if self._ray.is_initialized():
-            yield
-            return
-        start: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-        if not os.environ.get("RAY_ADDRESS"):
-            start |= {"address": "local", "include_dashboard": False}
-        self._ray.init(**start)
+        began = ensure_ray(self._ray)
         try:
             yield
         finally:
-            self._ray.shutdown()
+            if began:
+                self._ray.shutdown()
 
 
 def _read(piece: Piece) -> int:

@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from scalarlens.errors import CheckFailed, MissingExtra, UsageError, unknown_name
+from scalarlens.cluster import cores, ensure_ray, import_ray
+from scalarlens.errors import CheckFailed, UsageError, unknown_name
 from scalarlens.experiments.execute import Execution, SharedTables, execute, machine, versions
 from scalarlens.experiments.spec import ATTEMPTS, RunRecord, RunSpec
 from scalarlens.experiments.store import RunStore, is_finished
@@ -97,11 +98,6 @@ def run(
         finally:
             crew.close()
     return store.standing(specs)
-
-
-def cores() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(specs: Sequence[RunSpec], folders: Sequence[str]) -> None:
@@ -341,23 +337,14 @@ class _Ray:
     """Actors on a Ray cluster, one run each at a time."""
 
     def __init__(self, folders: Sequence[str], execution: Execution) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise MissingExtra("ray", "ray", "--runner ray") from None
+        ray = import_ray("--runner ray")
         self._ray, self._folders, self._execution = ray, folders, execution
         self._given: dict[Any, Any] = {}
         self._hired: list[Any] = []
         self._pids: dict[Any, int] = {}
         self._stillborn = _Stillborn()
         self._died = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-        self._began = not ray.is_initialized()
-        if self._began:
-            start: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-            if not os.environ.get("RAY_ADDRESS"):
-                slots = max(cores(), execution.jobs * execution.threads)
-                start |= {"address": "local", "num_cpus": slots, "include_dashboard": False}
-            ray.init(**start)
+        self._began = ensure_ray(ray, num_cpus=max(cores(), execution.jobs * execution.threads))
         self._actor = ray.remote(_RayWorker).options(num_cpus=execution.threads, num_gpus=self._gpu_share())
 
     def _gpu_share(self) -> float:
